@@ -1,0 +1,114 @@
+"""Drafter checkpoints: config.json and safetensors under the public z-lab/Domino names (METHODS section 5A).
+
+A reduced draft vocabulary is one extra file, `draft_vocabulary.safetensors`, with the kept token ids. The head's output
+projection has either one row a kept token (our training checkpoints) or one row a vocabulary token (exports, so that
+other clients can read them); the loader accepts both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3Config
+
+from .configuration import DrafterSpec, spec_difference
+from .drafter import DFlashDraftModel
+from .target import Target
+
+WEIGHTS, DRAFT_VOCABULARY = "model.safetensors", "draft_vocabulary.safetensors"
+OUTPUT_PROJECTIONS = ("embed_proj.2.weight", "markov_head.markov_w2.weight")
+
+
+@dataclass
+class Drafter:
+    """A drafter ready for decoding: the module, and the ids it can propose (None: the whole vocabulary)."""
+
+    model: DFlashDraftModel
+    draft_ids: Tensor | None = None
+
+    @property
+    def spec(self) -> DrafterSpec:
+        return self.model.spec
+
+    def to_target_ids(self, ids: Tensor) -> Tensor:
+        """Draft-vocabulary indices -> token ids of the target."""
+        return ids if self.draft_ids is None else self.draft_ids[ids]
+
+
+def save_draft_ids(folder: str | os.PathLike, draft_ids: Tensor) -> None:
+    save_file({"draft_token_ids": draft_ids.cpu().long().contiguous()}, os.path.join(folder, DRAFT_VOCABULARY))
+
+
+def load_drafter(folder: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:
+    """Loads a drafter checkpoint strictly: every tensor present, none left over, all finite.
+
+    Raises ValueError in one line that names the file, key or tensor at fault.
+    """
+    path = Path(folder)
+    for name in ("config.json", WEIGHTS):
+        if not (path / name).is_file():
+            raise ValueError(f"drafter: {folder} holds no {name}")
+    config = Qwen3Config(**json.loads((path / "config.json").read_text()))
+    tensors = load_file(path / WEIGHTS)
+    draft_ids = None
+    if (path / DRAFT_VOCABULARY).is_file():
+        draft_ids = load_file(path / DRAFT_VOCABULARY)["draft_token_ids"]
+        config.draft_vocab_size = len(draft_ids)
+        for name in OUTPUT_PROJECTIONS:
+            if name in tensors and tensors[name].shape[0] == config.vocab_size != len(draft_ids):
+                tensors[name] = tensors[name][draft_ids].contiguous()
+    elif getattr(config, "draft_vocab_size", None):
+        raise ValueError(f"drafter: {folder} has a draft vocabulary but no {DRAFT_VOCABULARY}")
+    model = DFlashDraftModel(config)
+    check_tensors(model, tensors, folder)
+    model.load_state_dict(tensors)
+    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return Drafter(model, None if draft_ids is None else draft_ids.to(device))
+
+
+def check_tensors(model: torch.nn.Module, tensors: dict[str, Tensor], folder: str) -> None:
+    """Raises ValueError naming missing, unexpected, misshapen or non-finite tensors."""
+    own = model.state_dict()
+    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or extra:
+        raise ValueError(f"drafter: {folder} does not fit its config: missing tensors {missing}, unexpected {extra}")
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"drafter: {name} has shape {tuple(tensor.shape)}, its config needs {tuple(own[name].shape)}")
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"drafter: {name} in {folder} holds NaN or infinite values")
+
+
+def check_against_target(spec: DrafterSpec, config: Qwen3Config, target: Target) -> None:
+    """Refuses a drafter that cannot belong to this target, before anything runs."""
+    if config.hidden_size != target.config.hidden_size:
+        raise ValueError(f"drafter has hidden_size {config.hidden_size}, target {target.config.hidden_size}")
+    if spec.num_target_layers != target.num_layers:
+        raise ValueError(f"drafter belongs to a target of {spec.num_target_layers} layers, this one has {target.num_layers}")
+    check_mask_token(spec.mask_token_id, target)
+
+
+def check_mask_token(mask_token_id: int | None, target: Target) -> None:
+    """The mask id is explicit, inside the embedding table, and neither an eos nor the pad id (TRAPS 15, 16)."""
+    if mask_token_id is None:
+        raise ValueError("mask_token_id is not set: give --mask_token_id, the id of a token the target never emits")
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise ValueError(f"mask_token_id {mask_token_id} lies outside the target's {target.vocab_size} embeddings")
+    if mask_token_id in target.eos_ids:
+        raise ValueError(f"mask_token_id {mask_token_id} is an eos id of the target: choose another --mask_token_id")
+    pad = getattr(target.config, "pad_token_id", None)
+    if mask_token_id == pad:
+        raise ValueError(f"mask_token_id {mask_token_id} is the target's pad id: choose another --mask_token_id")
+
+
+def check_same_spec(a: DrafterSpec, b: DrafterSpec, what: str) -> None:
+    """Raises ValueError listing every semantic option in which two drafters differ."""
+    difference = spec_difference(a, b)
+    if difference:
+        raise ValueError(f"{what}: " + ", ".join(f"{k} is {x}, not {y}" for k, (x, y) in difference.items()))
