@@ -1,0 +1,54 @@
+"""Small models for tests: random targets of a few layers, a scripted target, and drafters that fit them."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from models.checkpoint import Drafter
+from models.configuration import DrafterSpec, build_drafter_config
+from models.drafter import DFlashDraftModel
+from models.target import Target
+
+EOS, PAD, MASK, VOCAB = 1, 0, 2, 64
+
+
+def tiny_target(family: str = "qwen3", seed: int = 0, dtype=torch.float32, layers: int = 4, vocab: int = VOCAB) -> Target:
+    """A random target with enough spread in its logits that greedy text does not repeat one token."""
+    torch.manual_seed(seed)
+    sizes = dict(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
+    return Target(model.to(dtype), path="tiny")
+
+
+def tiny_drafter(target: Target, seed: int = 1, layers: int = 2, scale: float = 1.0, **spec) -> Drafter:
+    """A random drafter for the target. `spec` overrides fields of DrafterSpec."""
+    torch.manual_seed(seed)
+    options = dict(
+        block_size=5,
+        mask_token_id=MASK,
+        target_layer_ids=(0, 2),
+        num_target_layers=target.num_layers,
+        head_type="domino",
+        head_rank=8,
+        gru_hidden_dim=16,
+    )
+    model = DFlashDraftModel(build_drafter_config(target.config, DrafterSpec(**{**options, **spec}), layers))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3 * scale)
+    return Drafter(model.to(target.dtype).eval().requires_grad_(False))
