@@ -122,10 +122,10 @@ class Target:
             position_ids=position_ids,
             cache=cache,
             use_cache=cache is not None,
-            output_hidden_states=[i + 1 for i in tap_ids],
+            output_hidden_states=[i + 1 for i in tap_ids] or None,
         )
-        taps = [output.hidden_states[i + 1] for i in tap_ids]
         final = output.last_hidden_state
+        taps = [output.hidden_states[i + 1] for i in tap_ids] or [final[..., :0]]
         logits = None
         if with_logits:
             kept = final if isinstance(keep, int) and keep == 0 else final[:, -keep:] if isinstance(keep, int) else final[:, keep]
