@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from .configuration import DrafterSpec, spec_difference
+from .configuration import DrafterSpec, merge_rope, spec_difference
 from .drafter import DFlashDraftModel
 from .target import Target
 
@@ -45,30 +47,79 @@ def save_draft_ids(folder: str | os.PathLike, draft_ids: Tensor) -> None:
     save_file({"draft_token_ids": draft_ids.cpu().long().contiguous()}, os.path.join(folder, DRAFT_VOCABULARY))
 
 
-def load_drafter(folder: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:
+def finished_drafter(run_dir: str, given: str = "") -> str:
+    """The drafter to work with: the folder that the user gave, else the finished one of the run.
+
+    Raises ValueError naming the command to run first. The trainer renames RUN/drafter into place, so it is whole.
+    """
+    folder = given or os.path.join(run_dir, "drafter")
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        return folder
+    if given:
+        raise ValueError(f"drafter: {given} holds no config.json")
+    raise ValueError(f"no finished drafter in {run_dir}: run first: bash launch.sh train")
+
+
+def read_config(folder: str | os.PathLike) -> Qwen3Config:
+    """Reads a drafter's config.json, its rope options in whichever place they stand. Raises ValueError in one line."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"drafter: {folder} holds no config.json")
+    try:
+        keys = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"drafter: {path} is not valid JSON: {error}") from None
+    rope = merge_rope(keys)
+    return Qwen3Config(
+        **{k: v for k, v in keys.items() if k not in ("rope_theta", "rope_scaling")} | {"rope_parameters": rope}
+    )
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads a safetensors file; anything else, a pickle above all, is refused."""
+    if not path.is_file():
+        raise ValueError(f"drafter: {path.parent} holds no {path.name} (pickled weights are not loaded)")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"drafter: {path} is not a whole safetensors file: {error}") from None
+
+
+def read_draft_ids(folder: str | os.PathLike, config: Qwen3Config) -> Tensor | None:
+    """The kept token ids [draft V], ascending; None when the drafter proposes any token."""
+    path = Path(folder) / DRAFT_VOCABULARY
+    if not path.is_file():
+        if getattr(config, "draft_vocab_size", None):
+            raise ValueError(f"drafter: {folder} has a draft vocabulary but no {DRAFT_VOCABULARY}")
+        return None
+    ids = read_tensors(path).get("draft_token_ids")
+    if ids is None or ids.ndim != 1 or not len(ids):
+        raise ValueError(f"drafter: {path} must hold a one-dimensional tensor draft_token_ids")
+    if ids.min() < 0 or ids.max() >= config.vocab_size or (ids.diff() <= 0).any():
+        raise ValueError(f"drafter: {path} must hold ascending ids below vocab_size {config.vocab_size}")
+    return ids
+
+
+def load_drafter(folder: str, dtype: torch.dtype | None = torch.float32, device: str = "cpu") -> Drafter:
     """Loads a drafter checkpoint strictly: every tensor present, none left over, all finite.
 
-    Raises ValueError in one line that names the file, key or tensor at fault.
+    Raises ValueError in one line that names the file, key or tensor at fault. `dtype` None keeps the stored one.
     """
-    path = Path(folder)
-    for name in ("config.json", WEIGHTS):
-        if not (path / name).is_file():
-            raise ValueError(f"drafter: {folder} holds no {name}")
-    config = Qwen3Config(**json.loads((path / "config.json").read_text()))
-    tensors = load_file(path / WEIGHTS)
-    draft_ids = None
-    if (path / DRAFT_VOCABULARY).is_file():
-        draft_ids = load_file(path / DRAFT_VOCABULARY)["draft_token_ids"]
+    config = read_config(folder)
+    tensors = read_tensors(Path(folder) / WEIGHTS)
+    draft_ids = read_draft_ids(folder, config)
+    if draft_ids is not None:
         config.draft_vocab_size = len(draft_ids)
         for name in OUTPUT_PROJECTIONS:
             if name in tensors and tensors[name].shape[0] == config.vocab_size != len(draft_ids):
                 tensors[name] = tensors[name][draft_ids].contiguous()
-    elif getattr(config, "draft_vocab_size", None):
-        raise ValueError(f"drafter: {folder} has a draft vocabulary but no {DRAFT_VOCABULARY}")
     model = DFlashDraftModel(config)
     check_tensors(model, tensors, folder)
+    # Several stored dtypes become the widest one, so that none loses bits.
+    stored = max((t.dtype for t in tensors.values()), key=lambda kind: kind.itemsize)
+    model = model.to(dtype=dtype or stored)
     model.load_state_dict(tensors)
-    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    model = model.to(device=device).eval().requires_grad_(False)
     return Drafter(model, None if draft_ids is None else draft_ids.to(device))
 
 
@@ -80,7 +131,9 @@ def check_tensors(model: torch.nn.Module, tensors: dict[str, Tensor], folder: st
         raise ValueError(f"drafter: {folder} does not fit its config: missing tensors {missing}, unexpected {extra}")
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
-            raise ValueError(f"drafter: {name} has shape {tuple(tensor.shape)}, its config needs {tuple(own[name].shape)}")
+            raise ValueError(
+                f"drafter: {name} has shape {tuple(tensor.shape)}, its config needs {tuple(own[name].shape)}"
+            )
         if not torch.isfinite(tensor).all():
             raise ValueError(f"drafter: {name} in {folder} holds NaN or infinite values")
 
@@ -90,8 +143,16 @@ def check_against_target(spec: DrafterSpec, config: Qwen3Config, target: Target)
     if config.hidden_size != target.config.hidden_size:
         raise ValueError(f"drafter has hidden_size {config.hidden_size}, target {target.config.hidden_size}")
     if spec.num_target_layers != target.num_layers:
-        raise ValueError(f"drafter belongs to a target of {spec.num_target_layers} layers, this one has {target.num_layers}")
+        raise ValueError(
+            f"drafter belongs to a target of {spec.num_target_layers} layers, this one has {target.num_layers}"
+        )
     check_mask_token(spec.mask_token_id, target)
+    own = getattr(target.tokenizer, "mask_token_id", None)
+    if own is not None and own != spec.mask_token_id:
+        warnings.warn(
+            f"the tokenizer's mask token is {own}, the drafter was trained with {spec.mask_token_id}: the drafter's is used",
+            stacklevel=2,
+        )
 
 
 def check_mask_token(mask_token_id: int | None, target: Target) -> None:

@@ -122,12 +122,16 @@ class DrafterSpec:
         def required(name):
             values = [d[name] for d in (flat, nested) if d.get(name) is not None]
             if not values:
-                raise ValueError(f"the drafter's config.json lacks {name!r} (looked at the top level and in dflash_config)")
+                raise ValueError(
+                    f"the drafter's config.json lacks {name!r} (looked at the top level and in dflash_config)"
+                )
             if any(value != values[0] for value in values):
                 raise ValueError(f"config.json gives {name!r} twice with different values: {values[0]} and {values[1]}")
             return values[0]
 
-        causal = [k for k in ("causal_head", "causal") if nested.get(k)] + (["is_causal"] if flat.get("is_causal") else [])
+        causal = [k for k in ("causal_head", "causal") if nested.get(k)] + (
+            ["is_causal"] if flat.get("is_causal") else []
+        )
         if causal:
             raise ValueError(f"config.json sets {causal[0]!r}: blocks with causal attention are not supported")
         if any(kind != "full_attention" for kind in flat.get("layer_types") or ()):
@@ -135,7 +139,10 @@ class DrafterSpec:
 
         projector = nested.get("projector_type")
         if projector == "dspark":
-            head = {"head_type": f"markov_{nested.get('markov_head_type', 'vanilla')}", "head_rank": nested["markov_rank"]}
+            head = {
+                "head_type": f"markov_{nested.get('markov_head_type', 'vanilla')}",
+                "head_rank": nested["markov_rank"],
+            }
         elif projector in _PROJECTORS:
             head = {"head_type": _PROJECTORS[projector]}
         else:
@@ -193,7 +200,7 @@ def build_drafter_config(target_config, spec: DrafterSpec, num_layers: int) -> Q
         hidden_act=text.get("hidden_act", "silu"),
         max_position_embeddings=target_config.max_position_embeddings,
         rms_norm_eps=target_config.rms_norm_eps,
-        rope_parameters=dict(target_config.rope_parameters),
+        rope_parameters=_full_rope(target_config.rope_parameters),
         attention_bias=False,
         tie_word_embeddings=False,
         layer_types=["full_attention"] * num_layers,
@@ -201,6 +208,35 @@ def build_drafter_config(target_config, spec: DrafterSpec, num_layers: int) -> Q
         **spec.to_config_keys(),
     )
     return config
+
+
+def _full_rope(rope_parameters: dict) -> dict:
+    """The target's rope options for a drafter: those of its full-attention layers, rotating whole heads."""
+    rope = rope_parameters.get("full_attention") or rope_parameters
+    return {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+
+
+def merge_rope(keys: dict) -> dict:
+    """The one `rope_parameters` of a config.json, which may also stand in `rope_scaling` and `rope_theta`.
+
+    transformers lets `rope_scaling` replace `rope_parameters` and falls back to a default theta, so a checkpoint that
+    gives theta in one place and YaRN in another would load with other frequencies than it was trained with.
+    Raises ValueError for two different values of one option, for no theta, and for partial rotary embeddings.
+    """
+    merged: dict = {}
+    theta = {"rope_theta": keys["rope_theta"]} if keys.get("rope_theta") is not None else {}
+    for source in (keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}, theta):
+        for name, value in source.items():
+            name = "rope_type" if name == "type" else name
+            if merged.setdefault(name, value) != value:
+                raise ValueError(f"config.json gives {name!r} twice with different values: {merged[name]} and {value}")
+    if merged.get("rope_theta") is None:
+        raise ValueError("the drafter's config.json lacks 'rope_theta'")
+    if (merged.get("partial_rotary_factor") or keys.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError(
+            "config.json sets partial_rotary_factor: drafters that rotate part of a head are not supported"
+        )
+    return {"rope_type": "default"} | merged
 
 
 def spec_difference(a: DrafterSpec, b: DrafterSpec) -> dict[str, tuple]:

@@ -143,7 +143,8 @@ class DFlashDraftModel(PreTrainedModel):
                 instead, so that DeepSpeed's engine sees every parameter used within one forward.
 
         Returns:
-            `last_hidden_state` [R, Q, D], after the final norm.
+            `last_hidden_state` [R, Q, D], after the final norm, in the dtype of `noise_embeds`: the target's LM head is
+            applied to it next.
         """
         rows, slots, _ = noise_embeds.shape
         context = self.context_features(context_hidden_states)
@@ -160,7 +161,7 @@ class DFlashDraftModel(PreTrainedModel):
         hidden = self.norm(block)
         if loss_fn is not None:
             return loss_fn(hidden)
-        return BaseModelOutputWithPast(last_hidden_state=hidden)
+        return BaseModelOutputWithPast(last_hidden_state=hidden.to(noise_embeds.dtype))
 
     def prediction_slots(self, hidden: Tensor) -> Tensor:
         """The slots that predict a+1, a+2, ... in order of depth: [..., B_k, D] -> [..., num_proposals, D]."""
