@@ -1,0 +1,136 @@
+"""Training samples and batches: from an answered row and its anchors to padded tensors. Pure functions, torch only.
+
+Shape suffixes: R rows, S tokens of a row (or context length of a batch), C concatenated tap width L*D, N anchors a row,
+B block slots, T depths (predicted tokens of a block), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sample:
+    """One row with the anchors of one epoch.
+
+    Attributes:
+        id: row id, for messages.
+        tokens_S: int64 prompt and answer tokens, cut to the row limit.
+        supervised_S: bool, True at answer tokens.
+        anchors_N: int64 ascending anchor positions, at least one.
+        taps_SC: taps of (at least) the tokens before the last anchor; None when they are captured online.
+    """
+
+    id: str
+    tokens_S: Tensor
+    supervised_S: Tensor
+    anchors_N: Tensor
+    taps_SC: Tensor | None
+
+
+@dataclass
+class Batch:
+    """Rows padded to common sizes. Padding anchors sit at position 0 and have no weight.
+
+    Attributes:
+        ids: row ids.
+        tokens_RS: int64 context tokens; S is the last anchor of the batch, since no block sees further.
+        context_mask_RS: bool, True at real tokens.
+        anchors_RN: int64 anchor positions.
+        block_ids_RNB: int64 input ids of the blocks: the anchor token, then mask tokens.
+        labels_RNT: int64 true tokens at anchor+1 .. anchor+T, in the target's ids; 0 past the end of a row.
+        weights_RNT: fp32 slot weights, zero where a slot is not supervised.
+        position_ids_RP: int64 [R, S + N*B] positions of the context and of the slots.
+        taps_RSC: taps of the context; None when they are captured online.
+    """
+
+    ids: list[str]
+    tokens_RS: Tensor
+    context_mask_RS: Tensor
+    anchors_RN: Tensor
+    block_ids_RNB: Tensor
+    labels_RNT: Tensor
+    weights_RNT: Tensor
+    position_ids_RP: Tensor
+    taps_RSC: Tensor | None = None
+
+
+def row_tensors(prompt_ids: list[int], answer_ids: list[int], limit: int) -> tuple[Tensor, Tensor]:
+    """Tokens and supervised mask of a row, both [S] with S <= limit. Only answer tokens are supervised."""
+    tokens = torch.tensor((prompt_ids + answer_ids)[:limit], dtype=torch.long)
+    return tokens, torch.arange(len(tokens)) >= len(prompt_ids)
+
+
+def block_labels(
+    sample: Sample, depths: int, gamma: float, draft_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Labels and slot weights [N, T] of a sample.
+
+    The mask is read at the *predicted* token, never at the slot (TRAPS 6). A depth counts only while all depths before
+    it count too (contiguous prefix, DSpark's rule), and has weight exp(-(t-1)/gamma) at depth t = 1..T, which is the
+    rule of both label layouts (METHODS section 1).
+
+    Args:
+        draft_V: bool, True at the tokens that the drafter can propose; a label outside ends the block's prefix.
+    """
+    positions_NT = sample.anchors_N[:, None] + torch.arange(1, depths + 1)
+    inside_NT = positions_NT < len(sample.tokens_S)
+    positions_NT = positions_NT.clamp(max=len(sample.tokens_S) - 1)
+    labels_NT = sample.tokens_S[positions_NT] * inside_NT
+    counts_NT = inside_NT & sample.supervised_S[positions_NT]
+    if draft_V is not None:
+        counts_NT &= draft_V[labels_NT]
+    decay_T = torch.exp(-torch.arange(depths) / gamma)
+    return labels_NT, counts_NT.cumprod(dim=1) * decay_T
+
+
+def collate(
+    samples: list[Sample], block_size: int, depths: int, mask_token_id: int, gamma: float, draft_V: Tensor | None = None
+) -> Batch:
+    """Pads samples to one batch. What a row contributes does not depend on the others (TRAPS 9)."""
+    rows = len(samples)
+    anchors = max(len(s.anchors_N) for s in samples)
+    # The context is cut at the last anchor: its own feature and all later ones are seen by no block.
+    context = max(1, max(int(s.anchors_N[-1]) for s in samples))
+    tokens_RS = torch.zeros(rows, context, dtype=torch.long)
+    lengths_R = torch.tensor([min(context, len(s.tokens_S)) for s in samples])
+    anchors_RN = torch.zeros(rows, anchors, dtype=torch.long)
+    block_ids_RNB = torch.full((rows, anchors, block_size), mask_token_id)
+    labels_RNT = torch.zeros(rows, anchors, depths, dtype=torch.long)
+    weights_RNT = torch.zeros(rows, anchors, depths)
+    for r, sample in enumerate(samples):
+        n = len(sample.anchors_N)
+        tokens_RS[r, : lengths_R[r]] = sample.tokens_S[:context]
+        anchors_RN[r, :n] = sample.anchors_N
+        block_ids_RNB[r, :, 0] = sample.tokens_S[anchors_RN[r]]
+        labels_RNT[r, :n], weights_RNT[r, :n] = block_labels(sample, depths, gamma, draft_V)
+    positions = torch.arange(context).expand(rows, context)
+    slots = (anchors_RN[..., None] + torch.arange(block_size)).flatten(1)
+    return Batch(
+        ids=[s.id for s in samples],
+        tokens_RS=tokens_RS,
+        context_mask_RS=torch.arange(context) < lengths_R[:, None],
+        anchors_RN=anchors_RN,
+        block_ids_RNB=block_ids_RNB,
+        labels_RNT=labels_RNT,
+        weights_RNT=weights_RNT,
+        position_ids_RP=torch.cat([positions, slots], dim=1),
+        taps_RSC=_pad_taps(samples, context),
+    )
+
+
+def _pad_taps(samples: list[Sample], context: int) -> Tensor | None:
+    if samples[0].taps_SC is None:
+        return None
+    first = samples[0].taps_SC
+    padded = first.new_zeros(len(samples), context, first.shape[1])
+    for row, sample in zip(padded, samples, strict=True):
+        needed = int(sample.anchors_N[-1])
+        if len(sample.taps_SC) < needed:
+            raise ValueError(f"row {sample.id}: {len(sample.taps_SC)} stored features, an anchor needs {needed}")
+        length = min(context, len(sample.taps_SC))
+        row[:length] = sample.taps_SC[:length]
+    return padded

@@ -1,0 +1,91 @@
+"""Checkpoint folders of a run: written whole or not at all, found again, and refused when the run has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import get_last_checkpoint
+
+# Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`, so nothing resumes it.
+UNFINISHED = "unfinished"
+RUN_FILE = "run.json"
+PROVENANCE = "provenance.json"
+
+# Options of ours that change what is learned. Where features come from, chunks and devices do not.
+OURS = (
+    "target seed block_size mask_token_id num_draft_layers shift_label head head_rank gru_hidden_dim "
+    "pure_draft_prefix_len draft_vocab_size init_from_target anchors_per_row loss_gamma lambda_start lambda_end "
+    "max_row_length"
+).split()
+THEIRS = (
+    "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_steps num_train_epochs weight_decay adam_beta1 "
+    "adam_beta2 adam_epsilon max_grad_norm optim train_sampling_strategy data_seed"
+).split()
+
+
+def publish(source: str, destination: str) -> None:
+    """Moves a finished folder to its name in one rename, replacing an older folder of that name."""
+    if os.path.exists(destination):
+        old = f"{source}.old"
+        os.rename(destination, old)
+        os.rename(source, destination)
+        shutil.rmtree(old)
+    else:
+        os.rename(source, destination)
+
+
+def newest_checkpoint(folder: str) -> str | None:
+    """The newest whole checkpoint of RUN/checkpoints, or None. Leftovers of an interrupted save are not considered."""
+    return get_last_checkpoint(folder) if os.path.isdir(folder) else None
+
+
+def answers_digest(rows: Sequence) -> str:
+    """sha256 over ids and tokens of the answered rows."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.id, list(row.prompt_ids), list(row.answer_ids)]).encode())
+    return digest.hexdigest()
+
+
+def semantic_options(config, arguments, taps: Sequence[int], world_size: int, rows: Sequence) -> dict[str, Any]:
+    """What must stay equal for a resume to be the same run, as plain JSON values.
+
+    Args:
+        arguments: parsed keys of TrainingArguments (before or after its construction).
+    """
+    options = {name: getattr(config, name) for name in OURS}
+    options |= {name: getattr(arguments, name) for name in THEIRS}
+    options["target_layer_ids"] = list(taps)
+    options["batch_size_of_a_step"] = (
+        arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size
+    )
+    # ZeRO's optimizer state is cut into one piece a rank.
+    options["world_size"] = world_size
+    options["answers"] = answers_digest(rows)
+    return json.loads(json.dumps(options, default=str))
+
+
+def check_same_run(stored: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    """Raises ValueError in one line if any semantic option differs."""
+    changed = [f"{k} was {stored.get(k)}, is {v}" for k, v in now.items() if stored.get(k) != v]
+    if changed:
+        raise ValueError(
+            f"{where} belongs to a run with other options ({'; '.join(changed)}): choose another --run_dir or remove it"
+        )
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any] | None:
+    return json.loads(Path(path).read_text()) if os.path.isfile(path) else None
+
+
+def write_json(path: str | os.PathLike, content: dict[str, Any]) -> None:
+    """Writes beside the file and renames, so that a reader never sees half of it."""
+    temporary = Path(f"{path}.partial")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.rename(path)

@@ -1,0 +1,195 @@
+"""All that a training run needs, checked before the process group starts.
+
+Shape suffixes: R rows, S tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+from transformers.utils.logging import disable_progress_bar
+
+from data.answers import AnswerRow, read_answers, target_identity
+from data.features import FOLDER, FeatureReader, resolve_taps
+from data.fetch_target import resolve_target
+from data.settings import RunConfig
+from models.checkpoint import check_mask_token, check_same_spec
+from models.configuration import DrafterSpec, build_drafter_config
+from models.target import Target, choose_dtype, load_target
+from training.arguments import check_training_options, rank_device, set_threads, spread_batch, world
+from training.checkpoints import (
+    PROVENANCE,
+    RUN_FILE,
+    check_same_run,
+    newest_checkpoint,
+    read_json,
+    semantic_options,
+)
+from training.rows import TrainingRows
+from training.vocabulary import choose_draft_ids, coverage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingPlan:
+    """A checked run.
+
+    Attributes:
+        arguments: parsed keys of TrainingArguments.
+        resume: checkpoint folder to continue from, or None.
+        semantic: options that a resume must share.
+        coverage: share of answer tokens that the draft vocabulary holds.
+        agreement: share of sampled answer tokens that are the target's own argmax.
+    """
+
+    config: RunConfig
+    arguments: argparse.Namespace
+    target: Target
+    spec: DrafterSpec
+    drafter_config: Any
+    data: TrainingRows
+    draft_ids: Tensor | None
+    resume: str | None
+    semantic: dict[str, Any]
+    coverage: float
+    agreement: float
+
+
+def prepare(config: RunConfig) -> TrainingPlan | None:
+    """Checks everything and loads target and rows; None when the run is finished already. Raises ValueError."""
+    disable_progress_bar()  # transformers' own bars, for loading and saving; the training bar is ours
+    rank, world_size, local_ranks = world()
+    device = rank_device(config.device)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" else "cuda")
+    set_threads(device, local_ranks)
+    arguments = check_training_options(config, device)
+    spread_batch(arguments, config.global_batch_size, world_size)
+    _check_output(config)
+    path = resolve_target(config)
+    rows, _ = read_answers(config.path("answers"))
+    dtype = choose_dtype(config.dtype, device)
+    target = load_target(path, dtype, device, config.trust_remote_code)
+    draft_ids, spec = build_spec(config, target, rows)
+    semantic = semantic_options(config, arguments, spec.target_layer_ids, world_size, rows)
+    if finished := read_json(config.path("drafter", PROVENANCE)):
+        check_same_run(finished["semantic"], semantic, config.path("drafter"))
+        return None
+    resume = find_resume(config, arguments, semantic, spec)
+    data = build_data(config, rows, spec, path)
+    if len(data) < world_size:
+        raise ValueError(f"{len(data)} rows with anchors are fewer than the {world_size} ranks")
+    covered, agreement = coverage(rows, draft_ids, target.vocab_size), label_agreement(target, data)
+    if rank == 0:
+        print(
+            f"train: {len(data)} rows ({data.skipped} skipped), draft vocabulary covers {covered:.2%} of the answers, "
+            f"{agreement:.1%} of sampled labels are the target's argmax"
+        )
+        if agreement < 0.8:
+            log.warning("labels agree with the target's argmax in %.0f %% only: are these its own answers?", 100 * agreement)
+    return TrainingPlan(
+        config=config,
+        arguments=arguments,
+        target=target,
+        spec=spec,
+        drafter_config=build_drafter_config(target.config, spec, config.num_draft_layers),
+        data=data,
+        draft_ids=draft_ids,
+        resume=resume,
+        semantic=semantic,
+        coverage=covered,
+        agreement=agreement,
+    )
+
+
+def build_spec(config: RunConfig, target: Target, rows: list[AnswerRow]) -> tuple[Tensor | None, DrafterSpec]:
+    """Draft vocabulary and drafter spec of a config. Raises ValueError for a bad mask id or bad taps."""
+    check_mask_token(config.mask_token_id, target)
+    draft_ids = choose_draft_ids(
+        rows, config.draft_vocab_size, target.vocab_size, target.eos_ids, never=config.mask_token_id
+    )
+    spec = DrafterSpec(
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=resolve_taps(config, target.num_layers),
+        num_target_layers=target.num_layers,
+        shift_label=config.shift_label,
+        head_type=config.head,
+        pure_draft_prefix_len=config.pure_draft_prefix_len,
+        head_rank=config.head_rank,
+        gru_hidden_dim=config.gru_hidden_dim,
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+    )
+    return draft_ids, spec
+
+
+def build_data(config: RunConfig, rows: list[AnswerRow], spec: DrafterSpec, target_path: str) -> TrainingRows:
+    """The training set, over stored features if the run kept them."""
+    features = None
+    if config.keep_features and os.path.isdir(config.path("answers", FOLDER)):
+        reader = FeatureReader(config.path("answers"), spec.target_layer_ids, target_identity(target_path))
+        features = reader.get
+    return TrainingRows(rows, config.max_row_length, config.anchors_per_row, config.seed, features)
+
+
+def find_resume(
+    config: RunConfig, arguments: argparse.Namespace, semantic: dict[str, Any], spec: DrafterSpec
+) -> str | None:
+    """The checkpoint to continue from: `resume_from_checkpoint`, else the run's newest. Raises ValueError."""
+    wanted, folder = arguments.resume_from_checkpoint, config.path("checkpoints")
+    arguments.resume_from_checkpoint = None
+    newest = newest_checkpoint(folder)
+    automatic = wanted is None or str(wanted).lower() == "true"
+    if str(wanted).lower() == "false" and newest:
+        raise ValueError(f"resume_from_checkpoint is false, but {folder} holds {newest}: choose another --run_dir")
+    if wanted is not None and automatic and not newest:
+        raise ValueError(f"resume_from_checkpoint is true, but {folder} holds no checkpoint")
+    checkpoint = newest if automatic else wanted if str(wanted).lower() != "false" else None
+    if checkpoint is None:
+        return None
+    if not os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
+        raise ValueError(f"resume_from_checkpoint: {checkpoint} is not a checkpoint of this trainer")
+    stored = read_json(Path(checkpoint).parent / RUN_FILE)
+    if stored is not None:
+        check_same_run(stored, semantic, checkpoint)
+    check_same_spec(DrafterSpec.from_config(Qwen3Config.from_pretrained(checkpoint)), spec, f"cannot resume {checkpoint}")
+    return checkpoint
+
+
+def _check_output(config: RunConfig) -> None:
+    path = Path(config.run_dir).absolute()
+    for parent in [path, *path.parents]:
+        if parent.exists():
+            if not parent.is_dir():
+                raise ValueError(f"run_dir {config.run_dir} lies under {parent}, which is a file")
+            if not os.access(parent, os.W_OK):
+                raise ValueError(f"run_dir {config.run_dir}: no permission to write in {parent}")
+            return
+
+
+def sample_tokens(data: TrainingRows, device: torch.device, rows: int = 8) -> Tensor:
+    """Tokens [R, S] of the first few rows, cut to the shortest of them, so that nothing is padding."""
+    tokens = [data[i].tokens_S for i in range(min(rows, len(data)))]
+    length = min(len(t) for t in tokens)
+    return torch.stack([t[:length] for t in tokens]).to(device)
+
+
+def label_agreement(target: Target, data: TrainingRows, rows: int = 4) -> float:
+    """Share of answer tokens of a few rows that are the target's own argmax (TRAPS 31: text that the target did not
+    write trains a drafter for another model)."""
+    hits = total = 0
+    for index in range(min(rows, len(data))):
+        sample = data[index]
+        logits = target.forward(sample.tokens_S[None].to(target.device), (0,)).logits
+        agree = logits[0, :-1].argmax(-1).cpu() == sample.tokens_S[1:]
+        hits += int(agree[sample.supervised_S[1:]].sum())
+        total += int(sample.supervised_S[1:].sum())
+    return hits / max(1, total)
