@@ -4,9 +4,9 @@ results.json, schema version 1 (a field that nothing supports is null; intervals
 prompts):
 
 - schema_version: 1
-- settings: target (loadable path), drafter, device, dtype, attention, engine (of the training), hardware {cpu, cores,
-  threads, memory_gb, gpus}, versions {package: version}, git_commit, prompts, max_new_tokens and the other options of
-  the evaluation, provenance (of the drafter, as its training wrote it, or null)
+- settings: target (loadable path), drafter, device, dtype, attention, engine {engine, zero_stage, world_size} (of the
+  training), hardware {cpu, cores, threads, memory_gb, gpus}, versions {package: version}, git_commit, prompts,
+  max_new_tokens and the other options of the evaluation, provenance (of the drafter, as its training wrote it, or null)
 - summary: a row for each benchmark, temperature, method and budget:
   benchmark, temperature, method, budget (tree nodes), prompts, answers_without_rounds,
   tau_mean, tau_interval, tau_rounds, tau_trimmed (definitions: eval/metrics.py),
@@ -50,6 +50,9 @@ _OPTIONS = (
     "beta", "choose_budget", "near_tie", "seed",
 )  # fmt: skip
 
+# What the training's provenance says about how it ran.
+_ENGINE = ("engine", "zero_stage", "world_size")
+
 Key = tuple[str, float, str, int]  # benchmark, temperature, method, budget
 
 
@@ -63,7 +66,7 @@ def collect_settings(config: RunConfig, target: Target, drafter_folder: str, **m
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.config._attn_implementation,
-        "engine": (provenance or {}).get("engine"),
+        "engine": {name: provenance.get(name) for name in _ENGINE} if provenance else None,
         "hardware": hardware(),
         "versions": versions(),
         "git_commit": git_commit(),

@@ -88,7 +88,7 @@ def settings_lines(settings: dict) -> str:
         "hardware": ", ".join(f"{k} {_plain(v)}" for k, v in hardware.items() if v not in (None, [], "")),
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
     }
-    return "\n".join(f"- {key}: {_plain(value)}" for key, value in shown.items() if value is not None) + "\n"
+    return "\n".join(f"- {key}: {_plain(value)}" for key, value in shown.items() if value not in (None, "")) + "\n"
 
 
 def table(head: list[str], body: list[list[str]]) -> str:

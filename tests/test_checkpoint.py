@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,13 +40,13 @@ def saved(tmp_path):
 
 
 def edit_config(folder, remove=(), **keys):
-    path = f"{folder}/config.json"
-    config = json.load(open(path))
+    path = Path(folder, "config.json")
+    config = json.loads(path.read_text())
     nested = config["dflash_config"]
     for name in remove:
         config.pop(name, None)
         nested.pop(name, None)
-    json.dump(config | keys, open(path, "w"))
+    path.write_text(json.dumps(config | keys))
 
 
 def edit_tensors(folder, **tensors):
@@ -119,10 +120,10 @@ def test_a_pickle_under_the_right_name_is_refused(saved):
 
 
 def test_a_cut_file_and_a_broken_config_are_refused(saved):
-    data = open(f"{saved}/model.safetensors", "rb").read()
-    open(f"{saved}/model.safetensors", "wb").write(data[: len(data) // 2])
+    weights = Path(saved, "model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
     assert "not a whole safetensors file" in refusal(saved)
-    open(f"{saved}/config.json", "w").write("{half")
+    Path(saved, "config.json").write_text("{half")
     assert "config.json is not valid JSON" in refusal(saved)
 
 
@@ -344,7 +345,7 @@ def test_taps_outside_the_target_are_refused():
 
 
 def test_config_holds_the_public_keys(saved):
-    config = json.load(open(f"{saved}/config.json"))
+    config = json.loads(Path(saved, "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
     for keys in (config, config["dflash_config"]):
         assert keys["block_size"] == 5 and keys["mask_token_id"] == MASK and keys["target_layer_ids"] == [0, 2]

@@ -1,0 +1,57 @@
+"""Imports go one way, models <- data <- eval <- training, and come from declared packages only."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.export import MODELLING_FILES
+
+ROOT = Path(__file__).resolve().parents[1]
+ORDER = ("models", "data", "eval", "training")
+# What a package may import beside the standard library. Loaded remote code (transformers_modules), private copies of
+# public checkpoints' code and anything under runs/ are thereby out.
+DECLARED = {
+    "models": {"torch", "transformers", "safetensors"},
+    "data": {"torch", "transformers", "safetensors", "datasets", "yaml", "tqdm", "numpy", "gguf", "huggingface_hub"},
+}
+DECLARED["eval"] = DECLARED["data"] | {"matplotlib"}
+DECLARED["training"] = DECLARED["eval"] | {"deepspeed", "accelerate", "peft", "wandb"}
+FILES = [path for package in ORDER for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imported(path: Path) -> list[str]:
+    return imports_of(path.read_text(), path.relative_to(ROOT).parent.parts)
+
+
+def imports_of(code: str, package: tuple[str, ...]) -> list[str]:
+    """Absolute dotted names of everything that code of a package imports, at any depth."""
+    names = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            names.append(".".join([*base, *([node.module] if node.module else [])]))
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way_and_are_declared(path):
+    package = path.relative_to(ROOT).parts[0]
+    allowed = set(ORDER[: ORDER.index(package) + 1]) | DECLARED[package] | set(sys.stdlib_module_names)
+    assert [name for name in imported(path) if name.split(".")[0] not in allowed] == []
+
+
+@pytest.mark.parametrize("name", MODELLING_FILES)
+def test_files_that_travel_with_an_export_need_nothing_of_the_project(name):
+    siblings = {f"models.{Path(other).stem}" for other in MODELLING_FILES}
+    outside = [n for n in imported(ROOT / "models" / name) if n.split(".")[0] not in sys.stdlib_module_names]
+    assert [n for n in outside if n not in siblings and n.split(".")[0] not in ("torch", "transformers")] == []
+
+
+def test_relative_and_nested_imports_are_seen():
+    code = "def f():\n    from eval.report import x\n    from ..records import y\n    import training.rows as z\n"
+    assert imports_of(code, ("eval", "decoding")) == ["eval.report", "eval.records", "training.rows"]
+    assert {"models.configuration", "models.heads"} <= set(imported(ROOT / "models" / "drafter.py"))
