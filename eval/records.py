@@ -5,6 +5,7 @@ Plain dataclasses with JSON-able `to_dict` and `from_dict`; everything in `eval/
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 
@@ -76,7 +77,8 @@ class Divergence:
 
     Attributes:
         position: index into the emitted tokens.
-        gap: difference of the target's two best logits there, computed in fp32.
+        gap: difference between the target's logits of the two tokens there, in fp32 arithmetic on its own forward;
+            None when one text merely ends earlier.
         near_tie: the gap is below the run's threshold, so that rounding alone explains the difference.
     """
 
@@ -85,12 +87,13 @@ class Divergence:
     position: int
     ar_token: int
     token: int
-    gap: float
+    gap: float | None
     near_tie: bool
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        # JSON knows no infinity: null stands for it.
+        return {**asdict(self), "gap": self.gap if math.isfinite(self.gap) else None}
 
     @classmethod
     def from_dict(cls, data: dict) -> Divergence:
-        return cls(**data)
+        return cls(**{**data, "gap": math.inf if data["gap"] is None else data["gap"]})

@@ -14,7 +14,18 @@ ORDER = ("models", "data", "eval", "training")
 # public checkpoints' code and anything under runs/ are thereby out.
 DECLARED = {
     "models": {"torch", "transformers", "safetensors"},
-    "data": {"torch", "transformers", "safetensors", "datasets", "yaml", "tqdm", "numpy", "gguf", "huggingface_hub"},
+    "data": {
+        "torch",
+        "transformers",
+        "safetensors",
+        "datasets",
+        "yaml",
+        "tqdm",
+        "numpy",
+        "gguf",
+        "huggingface_hub",
+        "jinja2",
+    },
 }
 DECLARED["eval"] = DECLARED["data"] | {"matplotlib"}
 DECLARED["training"] = DECLARED["eval"] | {"deepspeed", "accelerate", "peft", "wandb"}

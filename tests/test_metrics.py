@@ -155,5 +155,6 @@ def test_speedup_interval_contains_the_estimate():
 def test_records_survive_json():
     one = response([2, 0], domain="maths")
     assert Generation.from_dict(json.loads(json.dumps(one.to_dict()))) == one
-    divergence = Divergence("p0", "m", 3, 5, 6, 1e-5, True)
-    assert Divergence.from_dict(json.loads(json.dumps(divergence.to_dict()))) == divergence
+    for gap in (1e-5, float("inf")):
+        divergence = Divergence("p0", "m", 3, 5, 6, gap, gap < 1)
+        assert Divergence.from_dict(json.loads(json.dumps(divergence.to_dict(), allow_nan=False))) == divergence

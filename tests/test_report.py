@@ -149,11 +149,14 @@ def test_markdown_table_has_a_row_a_method():
 
 
 def test_settings_say_what_was_measured_and_where(tmp_path):
-    (tmp_path / "provenance.json").write_text(json.dumps({"engine": "DeepSpeed", "world_size": 1}))
+    (tmp_path / "provenance.json").write_text(
+        json.dumps({"engine": "DeepSpeedEngine", "zero_stage": 1, "world_size": 2})
+    )
     target = tiny_target()
     settings = report.collect_settings(RunConfig(max_new_tokens=17), target, str(tmp_path), chosen_budget=24)
     assert settings["target"] == "tiny" and settings["dtype"] == "float32" and settings["device"] == "cpu"
-    assert settings["engine"] == "DeepSpeed" and settings["provenance"]["world_size"] == 1
+    assert settings["engine"] == {"engine": "DeepSpeedEngine", "zero_stage": 1, "world_size": 2}
+    assert settings["provenance"]["world_size"] == 2
     assert settings["max_new_tokens"] == 17 and settings["chosen_budget"] == 24
     assert settings["hardware"]["cores"] >= 1 and settings["hardware"]["memory_gb"] > 0
     assert {"python", "torch", "transformers"} <= settings["versions"].keys()
