@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import yaml
+from tiny import EOS, MASK, VOCAB, tiny_target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from data.answers import AnswerRow
-from tests.tiny import EOS, MASK, VOCAB, tiny_target
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,7 +56,8 @@ def write_target(folder: Path) -> None:
     tiny_target().model.save_pretrained(folder)
     vocabulary = {f"t{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1", pad_token="t0").save_pretrained(folder)
+    special = dict(unk_token="t0", eos_token="t1", pad_token="t0")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 def write_run(folder: Path, rows: list[AnswerRow], **options) -> Path:
@@ -72,24 +74,35 @@ def write_run(folder: Path, rows: list[AnswerRow], **options) -> Path:
     return config
 
 
-def launch(config: Path | None, *words: str, ranks: int = 1, script: str = "training/train_drafter.py", timeout: int = 240):
-    """Runs the training script as users do: plainly for one rank, through DeepSpeed's launcher for more."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", str(free_port())]
-    command += [script, *([str(config)] if config else []), *words]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
+def start_ranks(ranks: int, script: str, *words: str) -> list[subprocess.Popen]:
+    """Starts a script on so many ranks of one process group, as a launcher does but seconds faster."""
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = []
+    for rank in range(ranks):
+        place = {k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        command = [sys.executable, script, *words]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment() | place, **pipes))
+    return processes
+
+
+def run_ranks(ranks: int, script: str, *words: str, timeout: int = 240) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each rank."""
+    processes = start_ranks(ranks, script, *words)
+    outputs = [process.communicate(timeout=timeout) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    """Surroundings of a training process: CPU, no leftovers of another process group."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in dropped}
     path = str(Path(sys.executable).parent) + os.pathsep + kept.get("PATH", "")
-    return {**kept, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": path, "HF_HUB_OFFLINE": "1"}
+    modules = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return {**kept, "DS_ACCELERATOR": "cpu", "PYTHONPATH": modules, "PATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

@@ -36,7 +36,8 @@ UNSUPPORTED = (
 def world() -> tuple[int, int, int]:
     """(rank, world size, ranks on this machine) as the launcher set them; (0, 1, 1) without one."""
     size = int(os.environ.get("WORLD_SIZE", 1))
-    return int(os.environ.get("RANK", 0)), size, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
+    return int(os.environ.get("RANK", 0)), size, local
 
 
 def rank_device(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.trainer_utils import get_last_checkpoint
 
-# Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`, so nothing resumes it.
+# Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`: nothing resumes it.
 UNFINISHED = "unfinished"
 RUN_FILE = "run.json"
 PROVENANCE = "provenance.json"
@@ -24,8 +24,8 @@ OURS = (
     "max_row_length"
 ).split()
 THEIRS = (
-    "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_steps num_train_epochs weight_decay adam_beta1 "
-    "adam_beta2 adam_epsilon max_grad_norm optim train_sampling_strategy data_seed"
+    "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_steps num_train_epochs weight_decay "
+    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim train_sampling_strategy data_seed"
 ).split()
 
 

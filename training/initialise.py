@@ -115,4 +115,5 @@ def _start_from_tap(model: DFlashDraftModel, base: nn.Module, start: int) -> Non
     taps = model.spec.target_layer_ids
     index = min(range(len(taps)), key=lambda i: abs(taps[i] - wanted))
     model.fc.weight[:, index * size : (index + 1) * size] += torch.eye(size, dtype=model.fc.weight.dtype)
-    _copy_norm(model.hidden_norm, base.layers[min(taps[index] + 1, len(base.layers) - 1)].input_layernorm, "hidden_norm")
+    reader = base.layers[taps[index] + 1]
+    _copy_norm(model.hidden_norm, getattr(reader, "input_layernorm", None), "hidden_norm")

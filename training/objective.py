@@ -108,6 +108,7 @@ class Objective:
             final_M = cross_entropy(final_MV, labels_M, reduction="none")
             final_hits_M = final_MV.argmax(-1) == labels_M
         counts_M = (weights_M > 0).float()
-        values = (weights_M, weights_M * base_M, weights_M * final_M, counts_M, counts_M * hits_M, counts_M * final_hits_M)
+        losses = (weights_M, weights_M * base_M, weights_M * final_M)
+        values = (*losses, counts_M, counts_M * hits_M, counts_M * final_hits_M)
         mixed_M = base_M if codes_ME is None else (1 - lam) * final_M + lam * base_M
         return (weights_M * mixed_M).sum(), torch.stack([v.detach().float() for v in values])

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from data.answers import AnswerRow, read_answers, target_identity
 from data.features import FOLDER, FeatureReader, resolve_taps
 from data.fetch_target import resolve_target
 from data.settings import RunConfig
-from models.checkpoint import check_mask_token, check_same_spec
+from models.checkpoint import check_mask_token, check_same_spec, read_config
 from models.configuration import DrafterSpec, build_drafter_config
 from models.target import Target, choose_dtype, load_target
 from training.arguments import check_training_options, rank_device, set_threads, spread_batch, world
@@ -94,7 +93,7 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
             f"{agreement:.1%} of sampled labels are the target's argmax"
         )
         if agreement < 0.8:
-            log.warning("labels agree with the target's argmax in %.0f %% only: are these its own answers?", 100 * agreement)
+            log.warning("%.0f %% agreement is low: are these the target's own answers?", 100 * agreement)
     return TrainingPlan(
         config=config,
         arguments=arguments,
@@ -160,7 +159,7 @@ def find_resume(
     stored = read_json(Path(checkpoint).parent / RUN_FILE)
     if stored is not None:
         check_same_run(stored, semantic, checkpoint)
-    check_same_spec(DrafterSpec.from_config(Qwen3Config.from_pretrained(checkpoint)), spec, f"cannot resume {checkpoint}")
+    check_same_spec(DrafterSpec.from_config(read_config(checkpoint)), spec, f"cannot resume {checkpoint}")
     return checkpoint
 
 

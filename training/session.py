@@ -1,4 +1,4 @@
-"""A checked plan becomes a trained drafter: process group, model, trainer, and the finished folder with its provenance."""
+"""A checked plan becomes a trained drafter: process group, model, trainer, finished folder with its provenance."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """The drafter's trainer: transformers.Trainer over DeepSpeed, with the target outside the trained module.
 
-Shape suffixes: R rows, S context, C concatenated tap width, Q slots, D hidden.
+Shape suffixes: K statistics, T depths, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,24 +15,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from data.batches import Batch, Sample, collate
 from data.settings import RunConfig
-from models.attention import block_mask
 from models.checkpoint import save_draft_ids
 from models.target import Target
 from training.checkpoints import UNFINISHED, publish
+from training.forward import block_loss
 from training.objective import STATISTICS, LossSums, Objective
 
 
 class NonFiniteLoss(ArithmeticError):
     """The loss was infinite or NaN; nothing was updated."""
-
-
-def capture_taps(target: Target, tokens_RS: Tensor, tap_ids: Sequence[int]) -> Tensor:
-    """Taps [R, S, C] of right-padded context tokens, by one forward of the target.
-
-    Attention is causal, so padding on the right changes nothing before it and needs no mask.
-    """
-    output = target.forward(tokens_RS, tuple(tap_ids), with_logits=False)
-    return output.taps.clone()  # outside inference mode, so that autograd may save it
 
 
 class DrafterTrainer(Trainer):
@@ -77,26 +67,13 @@ class DrafterTrainer(Trainer):
         """Loss of a micro-batch, scaled so that the average over ranks and the sum over micro-batches is the ratio
         sum(numerators) / sum(weights) of the step."""
         batch = Batch(**inputs)
-        sums = self.loss_sums(model, batch)
+        sums = block_loss(model, self.model, self.objective, batch, self.lambda_now())
         self._check_finite(sums, batch.ids)
         statistics_KT = sums.statistics_KT
         self._statistics_KT = statistics_KT if self._statistics_KT is None else self._statistics_KT + statistics_KT
         weight = num_items_in_batch.clamp(min=1e-6).to(sums.numerator.dtype)
         # DeepSpeed and DDP average gradients over ranks, hence the factor.
         return sums.numerator * (self.accelerator.num_processes / weight)
-
-    def loss_sums(self, model, batch: Batch) -> LossSums:
-        """Runs the drafter (bare, or wrapped in an engine) over a batch, with the loss inside its forward."""
-        taps_RSC = batch.taps_RSC
-        if taps_RSC is None:
-            taps_RSC = capture_taps(self.target, batch.tokens_RS, self.model.spec.target_layer_ids)
-        return model(
-            noise_embeds=self.target.embed(batch.block_ids_RNB.flatten(1)),
-            context_hidden_states=taps_RSC,
-            attention_mask=block_mask(batch.anchors_RN, batch.context_mask_RS, self.model.spec.block_size),
-            position_ids=batch.position_ids_RP,
-            loss_fn=functools.partial(self.objective, self.model, batch, self.lambda_now()),
-        )
 
     def _check_finite(self, sums: LossSums, ids: list[str]) -> None:
         """Stops before the update if any micro-batch of the step, on any rank, has a non-finite loss.
