@@ -10,6 +10,7 @@ import difflib
 import os
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -60,6 +61,7 @@ class RunConfig:
     draft_vocab_size: int = option(0, "train head and loss on this many most frequent answer tokens; 0 means all", "train")
     init_from_target: bool = option(True, "start the drafter's layers from the target's last layers", "train")
 
+    global_batch_size: int = option(0, "rows of an optimizer step over all ranks: derives per-device batch (its key is then the limit) and accumulation; 0 leaves both as given", "train")
     anchors_per_row: int = option(24, "anchors drawn in each row and epoch", "train")
     loss_gamma: float = option(4.0, "slot weight exp(-depth/gamma)", "train")
     lambda_start: float = option(1.0, "share of the base loss at the first step", "train")
@@ -181,6 +183,17 @@ def parse_arguments(stage: str, argv: list[str], default: str | None = DEFAULT_C
     except ValueError as error:
         print(f"{stage}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def run_stage(stage: str, argv: list[str], work: Callable[[RunConfig], None]) -> int:
+    """Parses a stage's arguments and runs it. A ValueError is a user's mistake: one line on stderr and exit code 2."""
+    config = parse_arguments(stage, argv)
+    try:
+        work(config)
+    except ValueError as error:
+        print(f"{stage}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _parse_options(words: list[str]) -> dict[str, Any]:

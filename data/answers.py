@@ -1,0 +1,136 @@
+"""The target's answers on disk: RUN/answers/answers.jsonl, one row a line, and RUN/answers/manifest.json about them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROWS, MANIFEST = "answers.jsonl", "manifest.json"
+_SAMPLE = 1 << 16
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """One answered turn.
+
+    Attributes:
+        id: the prompt's id; later turns of a conversation end in `.turn2`, `.turn3`, ...
+        domain: of the prompt.
+        prompt_ids: tokens up to where the assistant begins, earlier turns and answers included.
+        answer_ids: the target's tokens, the eos token included when stop is "eos".
+        stop: "eos", or "length" when the answer was cut (then it must not be trained as if it had ended).
+    """
+
+    id: str
+    domain: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    stop: str
+
+
+def read_answers(folder: str) -> tuple[list[AnswerRow], dict]:
+    """The rows and the manifest of a finished regeneration. Raises ValueError, naming the command to run, without one."""
+    manifest = read_manifest(folder)
+    if not manifest.get("finished"):
+        state = "not finished" if manifest else "missing"
+        raise ValueError(f"the answers in {folder} are {state}; run: bash launch.sh regenerate")
+    return list(read_rows(folder).values()), manifest
+
+
+def read_manifest(folder: str) -> dict:
+    """The manifest, or {} when there is none yet."""
+    path = Path(folder, MANIFEST)
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def read_rows(folder: str) -> dict[str, AnswerRow]:
+    """Whole rows by id, the first of each id. A last line without its end (the writer was killed) is left out."""
+    path = Path(folder, ROWS)
+    rows: dict[str, AnswerRow] = {}
+    if not path.is_file():
+        return rows
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            row = AnswerRow(**json.loads(line))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{path} line {number} is no answer row ({error}); delete {folder}") from error
+        rows.setdefault(row.id, row)
+    return rows
+
+
+def drop_half_line(folder: str) -> None:
+    """Cuts an unfinished last line, so that rows appended later start on their own line."""
+    path = Path(folder, ROWS)
+    if path.is_file():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def append_rows(folder: str, rows: list[AnswerRow]) -> None:
+    """Adds rows at the end and waits until they are on disk."""
+    with open(Path(folder, ROWS), "a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_manifest(folder: str, manifest: dict) -> None:
+    """Replaces the manifest as a whole: a reader sees the old one or the new one."""
+    temporary = Path(folder, MANIFEST + ".partial")
+    temporary.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    temporary.replace(Path(folder, MANIFEST))
+
+
+def make_folder(path: str, option: str) -> None:
+    """Creates an output folder. Raises ValueError with the option's name when it cannot be one."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option}: cannot create {path}: {error.strerror}") from error
+
+
+def describe(rows: list[AnswerRow]) -> dict:
+    """What the answers are like: how they end, how long they are, how much they repeat."""
+    if not rows:
+        return {}
+    ended = sum(row.stop == "eos" for row in rows)
+    grams = [list(zip(*(row.answer_ids[i:] for i in range(4)), strict=False)) for row in rows]
+    inside = [len(set(g)) / len(g) for g in grams if g]
+    every = [gram for g in grams for gram in g]
+    lengths: dict[str, list[int]] = {}
+    for row in rows:
+        lengths.setdefault(row.domain, []).append(len(row.answer_ids))
+    return {
+        "share_eos": ended / len(rows),
+        # Over all answers together, and inside one answer (mean): the second does not fall as the set grows.
+        "distinct_4grams": len(set(every)) / max(1, len(every)),
+        "distinct_4grams_in_answer": sum(inside) / max(1, len(inside)),
+        "answer_tokens": sum(len(row.answer_ids) for row in rows),
+        "mean_answer_tokens": {domain: sum(n) / len(n) for domain, n in sorted(lengths.items())},
+    }
+
+
+def target_identity(path: str) -> str:
+    """A name for the target's weights that does not depend on where they lie.
+
+    For a folder, a hash of its configuration and of the beginning, middle and end of each weight file (hashing gigabytes
+    whole would cost more than the check is worth); for a Hub id, the id with the commit in the local cache.
+    """
+    if not os.path.isdir(path):
+        from transformers import AutoConfig
+
+        return f"{path}@{getattr(AutoConfig.from_pretrained(path), '_commit_hash', None)}"
+    digest = hashlib.sha256(Path(path, "config.json").read_bytes())
+    for file in sorted(Path(path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as stream:
+            for start in (0, size // 2, max(0, size - _SAMPLE)):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLE))
+    return digest.hexdigest()[:16]
