@@ -42,6 +42,11 @@ from .report import read_provenance, read_results
 
 # The entry comes first; it imports the others relatively, which transformers' loader follows.
 MODELLING_FILES = ("drafter.py", "configuration.py", "heads.py")
+# Keys of transformers' configurations that say nothing about a drafter.
+_NOISE = {
+    "draft_vocab_size", "_name_or_path", "id2label", "label2id", "chunk_size_feed_forward", "is_encoder_decoder",
+    "output_hidden_states", "output_attentions", "return_dict",
+}  # fmt: skip
 AUTO_MAP = {"AutoModel": "drafter.DFlashDraftModel"}
 MARKER = "export.json"
 
@@ -114,6 +119,8 @@ def write_export(folder: Path, drafter: Drafter, source: str, config: RunConfig)
     results = without_paths(results_of(config, source, provenance))
     (folder / "README.md").write_text(model_card(drafter, config.target, provenance, results))
     write_json(folder / MARKER, {"export": 1, "run": run_identity(config.run_dir)})
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes files for their owner alone
 
 
 def full_tensors(drafter: Drafter) -> dict[str, Tensor]:
@@ -139,7 +146,7 @@ def export_config(drafter: Drafter) -> dict:
     rope = dict(config["rope_parameters"])
     # Older clients read the scaling apart from theta, and "default" is no scaling.
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-    keys = {k: v for k, v in config.items() if v is not None and k not in ("draft_vocab_size", "_name_or_path")}
+    keys = {k: v for k, v in config.items() if v is not None and k not in _NOISE}
     keys |= drafter.spec.to_config_keys() | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

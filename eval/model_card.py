@@ -138,7 +138,8 @@ def _measured(results: dict | None) -> str:
 
 
 def _losses(drafter: Drafter, results: dict | None) -> str:
-    lines = ["The text never changes, since the target verifies every token. Speed does:\n"]
+    same = "The text never changes, since the target verifies every token (in bf16 nearly tied tokens may swap, as they do "
+    lines = [same + "with any change of batch shape). Speed does:\n"]
     if drafter.spec.head_type != "none":
         lines.append(
             "- A client that ignores the correction head proposes from the backbone alone (the method dflash_chain)."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -153,6 +153,30 @@ def check_against_target(spec: DrafterSpec, config: Qwen3Config, target: Target)
             f"the tokenizer's mask token is {own}, the drafter was trained with {spec.mask_token_id}: the drafter's is used",
             stacklevel=2,
         )
+
+
+def fit_to_target(drafter: Drafter, target: Target) -> Drafter:
+    """Checks that a drafter belongs to the target, and limits its proposals to tokens that can really be emitted.
+
+    Embedding tables are often padded beyond what the tokenizer can decode, and the drafter's and the target's may be
+    padded differently (TRAPS 18). Rows beyond the common part are cut from the head's output projection, in place.
+    """
+    model = drafter.model
+    check_against_target(drafter.spec, model.config, target)
+    known = target.vocab_size if target.tokenizer is None else len(target.tokenizer)
+    usable = min(target.vocab_size, model.config.vocab_size, known)
+    if drafter.draft_ids is None:
+        if usable == target.vocab_size == model.config.vocab_size:
+            return drafter
+        ids = torch.arange(usable, device=target.device)
+    else:
+        ids = drafter.draft_ids[drafter.draft_ids < usable]
+    model.spec = replace(model.spec, draft_vocab_size=len(ids))
+    if model.head is not None:
+        output = model.head.output  # ids ascend, so that the rows to keep are the first ones
+        output.weight = torch.nn.Parameter(output.weight[: len(ids)], requires_grad=False)
+        output.out_features = len(ids)
+    return Drafter(model, ids)
 
 
 def check_mask_token(mask_token_id: int | None, target: Target) -> None:

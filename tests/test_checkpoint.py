@@ -1,4 +1,4 @@
-"""Drafter and target folders: exact round trips, and a one-line refusal of everything that does not fit."""
+"""Drafter folders: exact round trips, and a one-line refusal of everything that does not fit."""
 
 import json
 import shutil
@@ -8,13 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from models.checkpoint import (
-    check_against_target,
-    check_mask_token,
     check_same_spec,
     finished_drafter,
     load_drafter,
@@ -22,7 +17,6 @@ from models.checkpoint import (
 )
 from models.configuration import DrafterSpec, build_drafter_config
 from models.drafter import DFlashDraftModel
-from models.target import Target, load_target
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 50000.0}
 
@@ -229,26 +223,6 @@ def test_drafter_of_a_target_with_nested_or_partial_rope_rotates_whole_heads():
     assert tiny_drafter(target).model.config.rope_parameters["rope_theta"] == 1e6
 
 
-@pytest.mark.parametrize(
-    ("mask", "words"),
-    [(None, "--mask_token_id"), (VOCAB, f"{VOCAB} embeddings"), (-1, "embeddings"), (1, "eos"), (0, "pad")],
-)
-def test_mask_token_must_be_a_free_row_of_the_table(mask, words):
-    with pytest.raises(ValueError, match=words):
-        check_mask_token(mask, tiny_target())
-
-
-def test_drafter_must_belong_to_the_target(tmp_path):
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    check_against_target(drafter.spec, drafter.model.config, target)
-    with pytest.raises(ValueError, match="4 layers, this one has 5"):
-        check_against_target(drafter.spec, drafter.model.config, tiny_target(layers=5))
-    drafter.model.config.hidden_size = 48
-    with pytest.raises(ValueError, match="hidden_size 48, target 32"):
-        check_against_target(drafter.spec, drafter.model.config, target)
-
-
 def test_specs_that_differ_are_listed():
     drafter = tiny_drafter(tiny_target())
     other = tiny_drafter(tiny_target(), block_size=6, shift_label=True).spec
@@ -265,83 +239,12 @@ def test_finished_drafter_of_a_run(tmp_path, saved):
         finished_drafter(str(tmp_path), str(tmp_path))
 
 
-def tokenizer(mask_token="w2"):
-    words = {f"w{i}": i for i in range(VOCAB)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), mask_token=mask_token, eos_token="w1"
-    )
-
-
-def test_the_drafters_mask_token_wins_over_the_tokenizers_with_a_warning(recwarn):
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    target.tokenizer = tokenizer()
-    check_against_target(drafter.spec, drafter.model.config, target)
-    assert not [w for w in recwarn if "mask token" in str(w.message)]
-    target.tokenizer = tokenizer("w9")
-    with pytest.warns(UserWarning, match=f"mask token is 9, the drafter was trained with {MASK}"):
-        check_against_target(drafter.spec, drafter.model.config, target)
-
-
-def test_target_with_a_tied_head_gives_equal_logits_after_a_reload(tmp_path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[1, 5], initializer_range=0.3,
-    )  # fmt: skip
-    target = Target(LlamaForCausalLM(config), tokenizer())
-    target.model.save_pretrained(tmp_path)
-    target.tokenizer.save_pretrained(tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    loaded = load_target(str(tmp_path), torch.float32)
-    ids = torch.randint(0, VOCAB, (1, 7))
-    assert torch.equal(loaded.forward(ids, (0,)).logits, target.forward(ids, (0,)).logits)
-    assert loaded.eos_ids == (1, 5)
-    chosen = torch.tensor([3, 9])
-    full = target.logits(target.embed(ids))[..., chosen]
-    torch.testing.assert_close(loaded.logits(target.embed(ids), chosen), full, atol=1e-6, rtol=1e-5)
-
-
-def test_target_folders_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
-    for path, words in (
-        (str(tmp_path / "nowhere"), "no such folder"),
-        (str(tmp_path / "x.gguf"), "no such GGUF file"),
-        (str(tmp_path), "holds no config.json"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            load_target(path, torch.float32)
-    (tmp_path / "config.json").write_text("{}")
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pickled weights are not loaded"):
-        load_target(str(tmp_path), torch.float32)
-
-
 def test_output_has_the_dtype_of_the_blocks_embeddings():
     # transformers' loop hands the output to the target's LM head, whose dtype may differ from the drafter's.
     model = tiny_drafter(tiny_target()).model
     block, context = torch.randn(1, 5, 32, dtype=torch.bfloat16), torch.randn(1, 3, 64, dtype=torch.bfloat16)
     assert model(block, context).last_hidden_state.dtype == torch.bfloat16
     assert model(block.float(), context).last_hidden_state.dtype == torch.float32
-
-
-def test_tap_ids_are_those_of_the_layers_outputs():
-    target = tiny_target()
-    ids = torch.randint(0, VOCAB, (1, 6))
-    states = target.model(ids, output_hidden_states=True).hidden_states
-    taps = target.forward(ids, (0, 2)).taps
-    assert torch.equal(taps, torch.cat([states[1], states[3]], dim=-1))
-
-
-def test_taps_outside_the_target_are_refused():
-    for taps, words in (
-        ((-1, 2), "0..2"),
-        ((0, 4), "0..2"),
-        ((0, 3), "the target's last"),
-        ((2, 0), "ascending"),
-        ((), "distinct"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            DrafterSpec(block_size=4, mask_token_id=2, target_layer_ids=taps, num_target_layers=4)
 
 
 def test_config_holds_the_public_keys(saved):
