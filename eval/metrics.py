@@ -118,7 +118,7 @@ def eos_share(generations: Sequence[Generation]) -> float | None:
 
 
 def distinct_ngram_ratio(answers: Iterable[Sequence[int]], n: int = 4) -> float | None:
-    """Distinct n-grams within an answer over all its n-grams, pooled over answers: low when the model repeats itself."""
+    """Distinct n-grams within an answer over all of them, pooled over answers: low when a model repeats itself."""
     distinct = total = 0
     for tokens in answers:
         grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]

@@ -1,4 +1,4 @@
-"""README.md of an export: what the drafter is, how it was trained, what it measured, how to use it, what is lost where."""
+"""README.md of an export: what the drafter is, its recipe and figures, how to use it, and what clients lose."""
 
 from __future__ import annotations
 
@@ -88,13 +88,14 @@ def _what(target: str, drafter: Drafter) -> str:
         else f"the {len(drafter.draft_ids)} tokens listed in draft_vocabulary.safetensors"
     )
     parameters = sum(p.numel() for p in drafter.model.parameters())
+    taps = ", ".join(map(str, spec.target_layer_ids))
     return (
-        f"A block-parallel diffusion drafter (DFlash) with {_HEADS[spec.head_type]} for speculative decoding of {target}. "
-        "It proposes tokens which the target verifies: the text is the target's own, only faster.\n\n"
-        f"- {config.num_hidden_layers} layers, hidden size {config.hidden_size}, {parameters / 1e6:.1f} million parameters; "
-        "embedding table and LM head are the target's\n"
+        f"A block-parallel diffusion drafter (DFlash) with {_HEADS[spec.head_type]} for speculative decoding of "
+        f"{target}. It proposes tokens which the target verifies: the text is the target's own, only faster.\n\n"
+        f"- {config.num_hidden_layers} layers, hidden size {config.hidden_size}, {parameters / 1e6:.1f} million "
+        "parameters; embedding table and LM head are the target's\n"
         f"- block of {spec.block_size} slots, {spec.layout} layout: {spec.num_proposals} tokens proposed a round\n"
-        f"- reads the outputs of target layers {', '.join(map(str, spec.target_layer_ids))} (0-based, of {spec.num_target_layers})\n"
+        f"- reads the outputs of target layers {taps} (0-based, of {spec.num_target_layers})\n"
         f"- mask token id {spec.mask_token_id}\n"
         f"- trained to propose {vocabulary}\n"
     )
@@ -118,7 +119,8 @@ def _use(hub_id: str, spec: DrafterSpec) -> str:
         f'target = AutoModelForCausalLM.from_pretrained("{hub_id}")\n'
         'drafter = AutoModel.from_pretrained("DIR", trust_remote_code=True)\n'
         'messages = [{"role": "user", "content": "What is 7 times 8?"}]\n'
-        'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)\n'
+        "inputs = tokenizer.apply_chat_template(\n"
+        '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)\n'
         'output = target.generate(**inputs, assistant_model=drafter, speculation_type="dflash", max_new_tokens=64)\n'
         "```\n\n"
         "`DIR` is this folder or its Hub id. " + ours
@@ -138,8 +140,10 @@ def _measured(results: dict | None) -> str:
 
 
 def _losses(drafter: Drafter, results: dict | None) -> str:
-    same = "The text never changes, since the target verifies every token (in bf16 nearly tied tokens may swap, as they do "
-    lines = [same + "with any change of batch shape). Speed does:\n"]
+    same = (
+        "The text never changes, since the target verifies every token (in bf16 nearly tied tokens may swap, as they "
+    )
+    lines = [same + "do with any change of batch shape). Speed does:\n"]
     if drafter.spec.head_type != "none":
         lines.append(
             "- A client that ignores the correction head proposes from the backbone alone (the method dflash_chain)."
@@ -148,8 +152,8 @@ def _losses(drafter: Drafter, results: dict | None) -> str:
     if drafter.draft_ids is not None:
         lines.append(
             f"- The loss covered {len(drafter.draft_ids)} of {drafter.model.config.vocab_size} tokens. A client that "
-            "ignores draft_vocabulary.safetensors scores the other tokens too, with scores that were never trained and, "
-            "in the head, with rows of zeros: fewer drafts are accepted, and the LM head costs more."
+            "ignores draft_vocabulary.safetensors scores the other tokens too, with scores that were never trained "
+            "and, in the head, with rows of zeros: fewer drafts are accepted, and the LM head costs more."
         )
     if drafter.spec.head_type == "domino":
         lines.append(

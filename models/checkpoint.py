@@ -150,7 +150,7 @@ def check_against_target(spec: DrafterSpec, config: Qwen3Config, target: Target)
     own = getattr(target.tokenizer, "mask_token_id", None)
     if own is not None and own != spec.mask_token_id:
         warnings.warn(
-            f"the tokenizer's mask token is {own}, the drafter was trained with {spec.mask_token_id}: the drafter's is used",
+            f"the tokenizer's mask token is {own}, the drafter was trained with {spec.mask_token_id}, which is used",
             stacklevel=2,
         )
 
