@@ -76,7 +76,8 @@ def write_run(folder: Path, rows: list[AnswerRow], **options) -> Path:
 
 def start_ranks(ranks: int, script: str, *words: str) -> list[subprocess.Popen]:
     """Starts a script on so many ranks of one process group, as a launcher does but seconds faster."""
-    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    # Two local ranks even for one: a rank takes cores / local ranks threads, and tiny models want one.
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes = []
     for rank in range(ranks):
         place = {k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
@@ -89,7 +90,11 @@ def start_ranks(ranks: int, script: str, *words: str) -> list[subprocess.Popen]:
 def run_ranks(ranks: int, script: str, *words: str, timeout: int = 240) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each rank."""
     processes = start_ranks(ranks, script, *words)
-    outputs = [process.communicate(timeout=timeout) for process in processes]
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 

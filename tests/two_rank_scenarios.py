@@ -1,0 +1,105 @@
+"""Training scenarios for tests, run as one process a rank: `two_rank_scenarios.py STEP FOLDER`.
+
+Several scenarios share a process, because starting one costs seconds. Resuming has a process of its own, so that
+nothing can survive in memory.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from data.settings import load_config
+from training import session
+from training.plan import prepare
+from training.train_drafter import _single_process_defaults
+
+
+class StopAt(TrainerCallback):
+    """Ends training after so many steps, as an interruption right after a save would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def run(config, stop=None, **options):
+    """Trains a config. Returns the trainer."""
+    plan = prepare(load_config(config, options))
+    trainer, _ = session.build(plan)
+    if stop:
+        trainer.add_callback(StopAt(stop))
+    trainer.train(resume_from_checkpoint=plan.resume)
+    return trainer
+
+
+def states(trainer):
+    """Everything that a resume must restore on this rank: weights, fp32 masters, optimizer moments, learning rate."""
+    optimizer = trainer.model_wrapped.optimizer
+    moments = [v for state in optimizer.optimizer.state.values() for _, v in sorted(state.items())]
+    return {
+        "weights": list(trainer.model.state_dict().values()),
+        "masters": list(optimizer.single_partition_of_fp32_groups),
+        "moments": [m.clone() for m in moments],
+        "rate": torch.tensor([group["lr"] for group in optimizer.param_groups]),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def straight(folder):
+    """20 steps at once, 10 steps of the same run elsewhere, and the 2-rank side of other comparisons."""
+    trainer = run(folder / "straight" / "config.yaml")
+    rank = trainer.args.process_index
+    torch.save(states(trainer), folder / f"straight-{rank}.pt")
+    run(folder / "split" / "config.yaml", stop=10)
+    run(folder / "global" / "config.yaml")
+    run(folder / "odd" / "config.yaml")
+    trainer = run(folder / "bf16" / "config.yaml")
+    norm = trainer.model.norm.weight.detach().float()
+    moved = (norm - norm_before(trainer)).abs().max().item()
+    if rank == 0:
+        (folder / "bf16.json").write_text(json.dumps({"dtype": str(trainer.model.dtype), "moved": moved}))
+
+
+def norm_before(trainer):
+    # A drafter that does not start from its target has norms of ones.
+    assert not trainer.config.init_from_target
+    return torch.ones_like(trainer.model.norm.weight).float()
+
+
+def resumed(folder):
+    trainer = run(folder / "split" / "config.yaml")
+    torch.save(states(trainer), folder / f"resumed-{trainer.args.process_index}.pt")
+
+
+def long_run(folder):
+    """259 steps in one go and 250 + resume: a step counter kept in bf16 would stop at 256."""
+    trainer = run(folder / "long" / "config.yaml")
+    steps = [int(s["step"]) for s in trainer.model_wrapped.optimizer.optimizer.state.values()]
+    (folder / "long.json").write_text(json.dumps(steps))
+
+
+def pause_in_save(folder):
+    """Stops for good in the middle of the second save, after the weights and before the state; to be killed."""
+    from training.trainer import DrafterTrainer
+
+    save = DrafterTrainer._save_rng_state
+
+    def slow(self, output_dir):
+        if self.state.global_step >= 4:
+            (folder / f"paused-{self.args.process_index}").write_text(output_dir)
+            time.sleep(600)
+        save(self, output_dir)
+
+    DrafterTrainer._save_rng_state = slow
+    run(folder / "killed" / "config.yaml")
+
+
+if __name__ == "__main__":
+    _single_process_defaults()
+    {f.__name__: f for f in (straight, resumed, long_run, pause_in_save)}[sys.argv[1]](Path(sys.argv[2]))
