@@ -22,7 +22,6 @@ from training.rows import TrainingRows
 from training.trainer import DrafterTrainer, NonFiniteLoss, summarise
 
 
-
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)  # on models this small a second thread only waits
@@ -135,7 +134,6 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_the_rows(tmp_path):
     order, loss = [], trainer.objective
     trainer.objective = _Objective(loss, "row-5")
     before = {}
-    trainer.accelerator  # built by now
     step = trainer.training_step
 
     def watch(model, inputs, count):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,4 +112,5 @@ def _words(value: Any) -> list[str]:
 
 
 def _refuse(message: str):
-    raise ValueError(message.removeprefix("argument "))
+    # argparse names both spellings: "argument --learning_rate/--learning-rate: ...".
+    raise ValueError(re.sub(r"^argument --(\w+)(/--[\w-]+)?", r"\1", message))

@@ -75,8 +75,11 @@ def _copy(layer: nn.Module, source: nn.Module, name: str) -> None:
 
 
 def _effective_weight(norm: nn.Module, size: int, like: Tensor) -> Tensor:
-    """What a norm multiplies with, whether it stores w or 1 + w (Gemma): its output for a vector of ones."""
-    return norm(torch.ones(size, dtype=like.dtype, device=like.device))
+    """What a norm multiplies with, whether it stores w or 1 + w (Gemma): its output for a constant vector.
+
+    The constant is large, so that the norm's epsilon is lost in rounding.
+    """
+    return norm(torch.full((size,), 256.0, dtype=like.dtype, device=like.device))
 
 
 def _copy_norm(own: nn.Module, source: nn.Module | None, name: str, scale: float = 1.0) -> None:

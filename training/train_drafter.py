@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     except SystemExit as stop:
         return _leave(int(stop.code or 0), first)
     except ValueError as error:
-        return _fail(error, 2, first)
+        return _leave(_fail(error, 2, first), first)
     if plan is None:
         print(f"train: {config.path('drafter')} is finished already") if first else None
         return 0
@@ -63,11 +63,12 @@ def _train(plan, first: bool) -> int:
 def _fail(error: Exception, code: int, first: bool) -> int:
     if first:
         print(f"train: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return _leave(code, first)
+    return code
 
 
 def _leave(code: int, first: bool) -> int:
-    # Launchers end all ranks when one fails: the others wait, so that the first has time to print its line.
+    # Before the process group exists ranks run apart, and launchers end all ranks when one fails: the others wait, so
+    # that the first has time to print its line.
     if code and not first:
         time.sleep(20)
     return code

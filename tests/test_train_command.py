@@ -1,0 +1,171 @@
+"""The training command: mistakes are one line and exit code 2, found before a process group exists."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import EOS, PAD, VOCAB
+from training_runs import ROOT, answer_rows, environment, free_port, run_ranks, write_run
+
+from data.settings import RunConfig, load_config
+from training import train_drafter
+from training.arguments import check_training_options, set_threads, spread_batch
+from training.checkpoints import check_same_run, publish, write_json
+from training.plan import label_agreement, prepare, sample_tokens
+from training.rows import TrainingRows
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command")
+    return write_run(folder, answer_rows(6)), folder
+
+
+def fails(capsys, *argv) -> str:
+    """Runs the command, expects exit code 2 and one line on stderr; returns the line."""
+    assert train_drafter.main([str(word) for word in argv]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train:")]
+    assert len(errors) == 1
+    assert not torch.distributed.is_initialized()
+    return errors[0]
+
+
+def test_no_config_is_usage(capsys):
+    assert "usage: train CONFIG" in fails(capsys)
+    assert "usage: train CONFIG" in fails(capsys, "--local_rank=0")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--blok_size", "8"], "unknown option 'blok_size', did you mean 'block_size'?"),
+        (["--mask_token_id", "none"], "mask_token_id is not set"),
+        (["--mask_token_id", EOS], f"mask_token_id {EOS} is an eos id"),
+        (["--mask_token_id", PAD], f"mask_token_id {PAD} is the target's pad id"),
+        (["--mask_token_id", VOCAB], f"mask_token_id {VOCAB} lies outside the target's {VOCAB} embeddings"),
+        (["--target_layer_ids", "0", "3"], "taps layer 3, the target's last"),
+        (["--learning_rate", "fast"], "learning_rate: invalid float value: 'fast'"),
+        (["--lr_scheduler_type", "zigzag"], "lr_scheduler_type: invalid choice: 'zigzag'"),
+        (["--output_dir", "x"], "output_dir is set by this project: use --run_dir"),
+        (["--eval_strategy", "steps"], "eval_strategy is not supported by this trainer"),
+        (["--deepspeed", "no.json"], "deepspeed: no such file: no.json"),
+        (["--target", "/nowhere/target"], "no such folder: /nowhere/target"),
+        (["--resume_from_checkpoint", "/nowhere"], "/nowhere is not a checkpoint of this trainer"),
+        (["--resume_from_checkpoint", "true"], "holds no checkpoint"),
+        (["--global_batch_size", "3", "--run_dir", "{file}/run"], "which is a file"),
+        (["--run_dir", "{folder}/other"], "run: bash launch.sh regenerate"),
+    ],
+)
+def test_mistakes(made, capsys, words, message):
+    config, folder = made
+    words = [str(word).format(file=config, folder=folder) for word in words]
+    assert message in fails(capsys, config, *words)
+
+
+def test_missing_config_file(capsys):
+    assert "no such config file: nowhere.yaml" in fails(capsys, "nowhere.yaml")
+
+
+def test_fewer_rows_than_ranks(tmp_path, capsys, monkeypatch):
+    config = write_run(tmp_path, answer_rows(2))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    assert "2 rows with anchors are fewer than the 3 ranks" in fails(capsys, config)
+
+
+def test_a_finished_run_of_other_options_is_not_overwritten(tmp_path, capsys):
+    config = write_run(tmp_path, answer_rows(6))
+    plan = prepare(load_config(str(config)))
+    (tmp_path / "run" / "drafter").mkdir()
+    write_json(tmp_path / "run" / "drafter" / "provenance.json", {"semantic": plan.semantic})
+    assert train_drafter.main([str(config)]) == 0
+    assert "is finished already" in capsys.readouterr().out
+    line = fails(capsys, config, "--learning_rate", "0.5", "--lambda_end", "0")
+    assert "lambda_end was 0.3, is 0.0; learning_rate was 0.01, is 0.5" in line and "choose another --run_dir" in line
+
+
+def test_launcher_prints_a_mistake_once(made):
+    """Through DeepSpeed's own launcher, as users start it."""
+    config, _ = made
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+    command += ["--master_port", str(free_port()), "training/train_drafter.py", str(config), "--mask_token_id", "none"]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    output = result.stdout + result.stderr
+    assert result.returncode == 2, output[-3000:]
+    assert output.count("mask_token_id is not set") == 1 and "Traceback" not in output
+
+
+def test_a_non_finite_loss_ends_both_ranks_with_code_1(tmp_path):
+    """The taps of one row are infinite on one rank only: both stop, before any update."""
+    config = write_run(tmp_path, answer_rows(4), per_device_train_batch_size=1)
+    results = run_ranks(2, "tests/infinite_features.py", str(config))
+    assert [code for code, _, _ in results] == [1, 1], results[0][2][-3000:]
+    lines = [line for line in results[0][2].splitlines() if line.startswith("train:") and "not finite" in line]
+    assert len(lines) == 1 and "row-2" in lines[0] and "nothing was updated" in lines[0]
+    assert not list((tmp_path / "run").glob("checkpoints/checkpoint-*")) and not (tmp_path / "run" / "drafter").exists()
+
+
+def test_label_agreement_is_one_for_the_targets_own_answers(made):
+    plan = prepare(load_config(str(made[0])))
+    assert plan.agreement < 0.8
+    tokens = sample_tokens(plan.data, plan.target.device)[:1, :4]
+    answer = plan.target.model.generate(tokens, max_new_tokens=12, do_sample=False)[0, 4:].tolist()
+    row = type(answer_rows(1)[0])("own", "d", tokens[0].tolist(), answer, "length")
+    assert label_agreement(plan.target, TrainingRows([row], 64, 4, 0)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "limit", "ranks", "expected"), [(8, 8, 1, (8, 1)), (8, 8, 2, (4, 1)), (16, 4, 2, (4, 2)), (6, 4, 1, (3, 2))]
+)
+def test_global_batch_is_kept_whatever_the_ranks(batch, limit, ranks, expected):
+    config = RunConfig(training={"per_device_train_batch_size": limit})
+    values = check_training_options(config, "cpu")
+    spread_batch(values, batch, ranks)
+    assert (values.per_device_train_batch_size, values.gradient_accumulation_steps) == expected
+
+
+def test_global_batch_that_does_not_divide_is_refused():
+    values = check_training_options(RunConfig(), "cpu")
+    with pytest.raises(ValueError, match="global_batch_size 7 does not divide by the 2 ranks"):
+        spread_batch(values, 7, 2)
+
+
+def test_yaml_text_and_command_line_values_get_their_types():
+    config = RunConfig(training={"learning_rate": "1e-3", "warmup_steps": 0.04, "report_to": ["none"], "bf16_full_eval": "false"})
+    values = check_training_options(config, "cpu")
+    assert values.learning_rate == 1e-3 and values.warmup_steps == 0.04 and values.bf16_full_eval is False
+    assert values.deepspeed.endswith("configs/deepspeed/zero1.json") and values.optim == "adamw_torch_fused"
+
+
+def test_threads_are_divided_among_local_ranks(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    set_threads("cpu", 3)
+    assert torch.get_num_threads() == 2
+    set_threads("cpu", 99)
+    assert torch.get_num_threads() == 1
+
+
+def test_publish_replaces_a_folder(tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    publish(str(tmp_path / "new"), str(tmp_path / "old"))
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["new"] and not (tmp_path / "new").exists()
+
+
+def test_changed_options_are_named():
+    check_same_run({"a": 1, "b": [1]}, {"a": 1, "b": [1]}, "here")
+    with pytest.raises(ValueError, match=r"here belongs to a run with other options \(a was 1, is 2\)"):
+        check_same_run({"a": 1}, {"a": 2}, "here")
+
+
+def test_every_config_in_the_repository_parses():
+    for path in sorted(Path(ROOT, "configs").glob("*.yaml")):
+        check_training_options(load_config(str(path)), "cpu")
