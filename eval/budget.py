@@ -1,0 +1,95 @@
+"""The tree budget that this machine should use: measured verify cost against acceptance on *training* prompts.
+
+A larger tree is accepted deeper but costs more to verify. Nodes of a pruned tree carry their best-first rank, and the
+tree of budget b is exactly the nodes of rank < b, so that one run at the largest budget gives tau(b) for every smaller
+one (CaDDTree, arXiv 2606.01813, chooses per round in the same spirit). No evaluated prompt takes part.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from models.attention import tree_mask
+from models.target import Target
+
+from .decoding.cache import TreeCache
+from .decoding.loop import Answer, Clock
+
+SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass
+class BudgetChoice:
+    """Attributes: budget: the chosen B; curve: a row {budget, tau, verify_ms, round_ms, tokens_per_second} a size."""
+
+    budget: int
+    curve: list[dict]
+
+
+@torch.inference_mode()
+def verify_cost(
+    target: Target, tap_ids: tuple[int, ...], sizes: list[int], context: int, repeats: int = 9
+) -> dict[int, float]:
+    """Median seconds of one target forward over the root and b nodes after `context` tokens, sizes interleaved."""
+    device, clock = target.device, Clock(target.device)
+    cache = TreeCache.for_config(target.config, 1, context + max(sizes) + 1, target.dtype, device)
+    cache.lengths[0] = context
+    lengths = torch.tensor([context], device=device)
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for repeat in range(repeats + 2):
+        for size in sizes:
+            # A chain under the root is a tree like any other: the mask's pattern does not change the cost.
+            parents = torch.arange(size + 1, device=device).sub(1).clamp(min=0)[None]
+            positions = context + torch.arange(size + 1, device=device)[None]
+            ids = torch.zeros_like(positions)
+            start = clock.now()
+            width = cache.place(positions)
+            mask = tree_mask(parents, lengths, width)
+            target.forward(ids, tap_ids, position_ids=positions, mask=mask, cache=cache)
+            if repeat >= 2:  # the first turns warm up
+                times[size].append(clock.now() - start)
+    return {size: statistics.median(values) for size, values in times.items()}
+
+
+def tau_at(answers: list[Answer], budget: int) -> float:
+    """Mean tokens a round if only nodes of rank < budget had been proposed; mean over answers that had rounds."""
+    taus = []
+    for answer in answers:
+        # A path is closed under parents and ranks rise along it, so the accepted nodes kept are a prefix of it.
+        lengths = [1 + sum(rank < budget for rank in ranks) for ranks in answer.accepted_ranks]
+        if lengths:
+            taus.append(statistics.fmean(lengths))
+    return statistics.fmean(taus) if taus else 1.0
+
+
+def choose_budget(answers: list[Answer], cost: dict[int, float]) -> BudgetChoice:
+    """Maximises expected tokens per measured second: tau(b) / (draft + tree + commit + verify(b)).
+
+    Args:
+        answers: decoded by dartree_pruned at a budget no smaller than the largest size of `cost`.
+        cost: seconds of verification for each candidate budget.
+    """
+    rounds = [r for answer in answers for r in answer.rounds]
+    if not rounds:
+        raise ValueError(
+            "choose_budget: the training prompts gave no round; give more prompts or --choose_budget false"
+        )
+    other = statistics.median(r.draft + r.tree + r.commit for r in rounds)
+    curve = []
+    for size, seconds in sorted(cost.items()):
+        tau = tau_at(answers, size)
+        speed = tau / (other + seconds)
+        curve.append(
+            {
+                "budget": size,
+                "tau": tau,
+                "verify_ms": 1e3 * seconds,
+                "round_ms": 1e3 * (other + seconds),
+                "tokens_per_second": speed,
+            }
+        )
+    best = max(curve, key=lambda row: row["tokens_per_second"])
+    return BudgetChoice(best["budget"], curve)

@@ -1,0 +1,315 @@
+"""Evaluation: every method on the same held-out prompts, interleaved, through the one round loop.
+
+    bash launch.sh eval [CONFIG] [--key value ...]
+    deepspeed eval/run_eval.py [CONFIG] [--key value ...]      # all GPUs: prompts are sharded, one rank writes the report
+
+Resumable: every decoded request is appended to RUN/eval/rank-N.jsonl, and a rerun with the same settings decodes only
+what is missing. Results do not depend on the number of ranks: each request has its own random stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script by DeepSpeed's launcher
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from data.chat import TemplateRejected, encode_prompt, messages_of
+from data.environment import choose_device
+from data.fetch_target import resolve_target
+from data.prompts import Prompt, load_prompts
+from data.settings import RunConfig, run_stage
+from eval.baseline import time_generate
+from eval.budget import SIZES, BudgetChoice, choose_budget, verify_cost
+from eval.decoding.loop import Request, generate
+from eval.decoding.proposals import TREES, TreeOptions, available_methods, make_proposer
+from eval.exactness import divergence
+from eval.records import Divergence, Generation
+from eval.report import build_results, collect_settings, read_results, write_report
+from eval.store import Store
+from models.checkpoint import Drafter, finished_drafter, fit_to_target, load_drafter
+from models.target import Target, choose_dtype, load_target
+
+GENERATE = "target.generate"  # transformers' own greedy loop, timed beside AR
+
+
+@dataclass
+class Question:
+    """One turn to answer: its prompt, and where it came from."""
+
+    benchmark: str
+    prompt: Prompt
+
+
+@dataclass
+class Session:
+    """Everything that decoding needs, loaded once."""
+
+    config: RunConfig
+    target: Target
+    drafter: Drafter
+    drafter_folder: str
+    rank: int = 0
+    ranks: int = 1
+
+    def options(self, budget: int | None = None) -> TreeOptions:
+        c = self.config
+        return TreeOptions(budget or c.budget, c.width, c.candidates, c.beta)
+
+    def proposer(self, method: str, budget: int):
+        return make_proposer(self.target, self.drafter, method, self.options(budget))
+
+
+def main(argv: list[str]) -> int:
+    return run_stage("eval", argv, evaluate)
+
+
+def evaluate(config: RunConfig) -> None:
+    """Runs what is missing, then writes RUN/results.json, report.md and plots. Raises ValueError for user mistakes."""
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    folder = finished_drafter(config.run_dir, config.drafter)
+    print_0 = print if rank == 0 else lambda *_: None
+    mark = fingerprint(config, folder)
+    if _already_done(config, mark):
+        print_0(f"eval: finished already, see {config.path('report.md')}")
+        return
+    session = load_session(config, folder, rank, ranks)
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    methods = chosen_methods(config, session.drafter.spec.head_type)
+    questions = load_questions(config, session.target)
+    store = Store(config, mark, rank)
+    choice = (
+        _shared(lambda: choose(session, store), session)
+        if "dartree_pruned" in methods and config.choose_budget
+        else None
+    )
+    plans = [(m, _budget(m, session)) for m in methods]
+    if choice is not None and choice.budget != config.budget:
+        plans.append(("dartree_pruned", choice.budget))
+    warm_up(session, plans)
+    run_questions(session, store, questions, plans)
+    if ranks > 1:
+        dist.barrier()
+    if rank == 0:
+        finish(session, mark, choice, questions)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: int = 1) -> Session:
+    """Loads target and drafter in one dtype and checks that they belong together."""
+    device = choose_device(config.device)
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
+    elif ranks > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    dtype = choose_dtype(config.dtype, device)
+    target = load_target(resolve_target(config), dtype, device, config.trust_remote_code)
+    drafter = fit_to_target(load_drafter(drafter_folder, dtype, device), target)
+    return Session(config, target, drafter, drafter_folder, rank, ranks)
+
+
+def chosen_methods(config: RunConfig, head_type: str) -> list[str]:
+    """`all`, or the named methods with `ar` always among them (everything is compared with it)."""
+    possible = available_methods(head_type)
+    if config.methods == ["all"]:
+        return possible
+    for method in config.methods:
+        if method not in possible:
+            raise ValueError(
+                f"methods: {method!r} is not among {', '.join(possible)} for a drafter with head {head_type!r}"
+            )
+    return [m for m in possible if m == "ar" or m in config.methods]
+
+
+def load_questions(config: RunConfig, target: Target) -> list[Question]:
+    """The held-out prompts of every benchmark; too long ones are counted and left out."""
+    questions, skipped = [], 0
+    for source in config.benchmarks:
+        name = Path(source).stem if source.endswith(".jsonl") else source
+        for prompt in load_prompts(source, config.eval_prompts, config.seed, "eval"):
+            try:
+                ids = encode_prompt(target.tokenizer, messages_of(prompt.turns[:1], []))
+            except TemplateRejected:
+                ids = None
+            if ids is None or len(ids) > config.max_prompt_length:
+                skipped += 1
+                continue
+            questions.append(Question(name, prompt))
+    if skipped:
+        print(
+            f"eval: skipped {skipped} prompts that the template rejects or that exceed max_prompt_length {config.max_prompt_length}"
+        )
+    if not questions:
+        raise ValueError(f"benchmarks {config.benchmarks}: no prompt is left to evaluate")
+    return questions
+
+
+def _budget(method: str, session: Session) -> int:
+    if method == "ar":
+        return 0
+    return session.config.budget if method in TREES else session.drafter.spec.num_proposals
+
+
+def choose(session: Session, store: Store) -> BudgetChoice:
+    """The budget for this machine, from training prompts only; kept for a resumed evaluation."""
+    if store.choice is not None:
+        return store.choice
+    config = session.config
+    prompts = load_prompts(config.prompts, 8, config.seed, "train")
+    answers = []
+    for prompt in tqdm(prompts, desc="budget: acceptance on training prompts", disable=session.rank > 0):
+        ids = encode_prompt(session.target.tokenizer, messages_of(prompt.turns[:1], []))
+        proposer = session.proposer("dartree_pruned", config.budget)
+        answers += generate(session.target, proposer, [Request(ids, min(48, config.max_new_tokens))])
+    sizes = [s for s in SIZES if s <= config.budget]
+    context = len(ids) + config.max_new_tokens // 2
+    choice = choose_budget(
+        answers[1:], verify_cost(session.target, session.drafter.spec.target_layer_ids, sizes, context)
+    )
+    store.save_choice(choice)
+    return choice
+
+
+def _shared(compute, session: Session):
+    """Rank 0 measures; everyone uses its answer."""
+    box = [compute() if session.rank == 0 else None]
+    if session.ranks > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def warm_up(session: Session, plans: list[tuple[str, int]]) -> None:
+    """Every method once on a training prompt, unrecorded: allocators, kernels and caches are then warm for all."""
+    prompt = load_prompts(session.config.prompts, 1, session.config.seed + 1, "train")[0]
+    ids = encode_prompt(session.target.tokenizer, messages_of(prompt.turns[:1], []))
+    for method, budget in plans:
+        generate(session.target, session.proposer(method, budget), [Request(ids, 12)])
+    time_generate(session.target, ids, 12)
+
+
+def run_questions(session: Session, store: Store, questions: list[Question], plans: list[tuple[str, int]]) -> None:
+    """Prompt by prompt, the methods in random order, so that drift of the machine cancels."""
+    mine = questions[session.rank :: session.ranks]
+    for temperature in session.config.temperatures:
+        bar = tqdm(mine, desc=f"eval T={temperature:g}", disable=session.rank > 0)
+        for question in bar:
+            run_question(session, store, question, plans, temperature)
+            bar.set_postfix_str(store.progress(question.benchmark, temperature))
+
+
+def run_question(session: Session, store: Store, question: Question, plans, temperature: float) -> None:
+    """All turns of one prompt; every method answers a turn after the same history, AR's own answers."""
+    history: list[str] = []
+    tokenizer, config = session.target.tokenizer, session.config
+    for turn in range(len(question.prompt.turns)):
+        ids = encode_prompt(tokenizer, messages_of(question.prompt.turns[: turn + 1], history))
+        if len(ids) > config.max_prompt_length:
+            return
+        prompt_id = question.prompt.id if len(question.prompt.turns) == 1 else f"{question.prompt.id}/{turn + 1}"
+        seed = f"{config.seed}/{question.benchmark}/{prompt_id}/{temperature:g}"
+        order = [*plans, (GENERATE, 0)] if temperature == 0 else list(plans)
+        random.Random(seed).shuffle(order)
+        for method, budget in order:
+            key = (question.benchmark, prompt_id, temperature, method, budget)
+            if key in store.generations or (method == GENERATE and key in store.generate_times):
+                continue
+            if method == GENERATE:
+                store.add_time(key, time_generate(session.target, ids, config.max_new_tokens))
+                continue
+            answer = generate(
+                session.target,
+                session.proposer(method, budget),
+                [Request(ids, config.max_new_tokens, seed)],
+                temperature,
+            )[0]
+            record = Generation(
+                question.benchmark, prompt_id, method, temperature, budget, answer.tokens, answer.stop, answer.rounds,
+                answer.seconds, answer.prefill_seconds, answer.target_forwards, question.prompt.domain,
+            )  # fmt: skip
+            store.add(key, record, ids)
+        ar = store.generations[(question.benchmark, prompt_id, temperature, "ar", 0)]
+        history.append(tokenizer.decode(ar.tokens, skip_special_tokens=True))
+
+
+def finish(session: Session, mark: str, choice: BudgetChoice | None, questions: list[Question]) -> None:
+    """Compares every greedy text with AR's, and writes the report."""
+    store = Store(session.config, mark, session.rank)
+    generations = list(store.generations.values())
+    settings = collect_settings(
+        session.config,
+        session.target,
+        session.drafter_folder,
+        fingerprint=mark,
+        questions=len(questions),
+        layout=session.drafter.spec.layout,
+        block_size=session.drafter.spec.block_size,
+        draft_vocab_size=session.drafter.spec.draft_vocab_size,
+        budget_choice=asdict(choice) if choice else None,
+        eval_ranks=session.ranks,
+    )
+    speeds = generate_speeds(store)
+    results = build_results(generations, settings, find_divergences(session, store), session.config.seed, speeds)
+    write_report(session.config.run_dir, results, generations)
+    print(Path(session.config.path("report.md")).read_text())
+
+
+def generate_speeds(store: Store) -> dict[str, float]:
+    """Tokens per second of target.generate by benchmark, the prefill outside, as for our own methods."""
+    sums: dict[str, list[float]] = {}
+    for (benchmark, *_), (tokens, seconds) in store.generate_times.items():
+        total = sums.setdefault(benchmark, [0.0, 0.0])
+        total[0], total[1] = total[0] + tokens, total[1] + seconds
+    return {name: tokens / seconds for name, (tokens, seconds) in sums.items() if seconds > 0}
+
+
+def find_divergences(session: Session, store: Store) -> list[Divergence]:
+    """A record for each greedy answer that differs from AR's on the same prompt."""
+    found = []
+    for (benchmark, prompt_id, temperature, method, _), g in store.generations.items():
+        ar = store.generations.get((benchmark, prompt_id, temperature, "ar", 0))
+        if temperature != 0 or method == "ar" or ar is None or ar.tokens == g.tokens:
+            continue
+        ids = store.prompt_ids[(benchmark, prompt_id)]
+        found.append(
+            divergence(
+                session.target, ids, ar.tokens, g.tokens, session.config.near_tie, prompt_id=prompt_id, method=method
+            )
+        )
+    return [d for d in found if d is not None]
+
+
+def fingerprint(config: RunConfig, drafter_folder: str) -> str:
+    """Hash of everything that decides what is decoded: options, target, and the drafter's weights."""
+    names = (
+        "target", "device", "dtype", "seed", "prompts", "max_prompt_length", "benchmarks", "eval_prompts", "max_new_tokens",
+        "methods", "temperatures", "budget", "width", "candidates", "beta", "choose_budget", "near_tie",
+    )  # fmt: skip
+    digest = hashlib.sha256(json.dumps({n: getattr(config, n) for n in names}, sort_keys=True).encode())
+    for name in ("config.json", "model.safetensors"):
+        with open(os.path.join(drafter_folder, name), "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for source in config.benchmarks:
+        if os.path.isfile(source):
+            digest.update(Path(source).read_bytes())
+    return digest.hexdigest()
+
+
+def _already_done(config: RunConfig, mark: str) -> bool:
+    path = Path(config.path("results.json"))
+    return path.is_file() and read_results(path)["settings"].get("fingerprint") == mark
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Correction heads against naive forwards written from the formulas of METHODS section 2."""
+
+import pytest
+import torch
+
+from models.configuration import DrafterSpec
+from models.heads import build_head
+
+D, V, E, G, T = 6, 11, 4, 5, 4
+
+
+def make(head_type, draft=None):
+    torch.manual_seed(1)
+    spec = DrafterSpec(5, 0, (0,), 4, head_type=head_type, head_rank=E, gru_hidden_dim=G, draft_vocab_size=draft)
+    return build_head(spec, D, V)
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def naive_corrections(head, kind, anchor, tokens, table, hidden):
+    """Corrections [T, V] of successive predictions, one position at a time."""
+    state = dict(head.named_parameters())
+    consumed = [anchor]
+    rows = []
+    if kind == "domino":
+        w_ih, w_hh = state["prefix_gru.weight_ih_l0"], state["prefix_gru.weight_hh_l0"]
+        w1, w2 = state["embed_proj.0.weight"], state["embed_proj.2.weight"]
+    else:
+        w1, w2 = state["markov_head.markov_w1.weight"], state["markov_head.markov_w2.weight"]
+    memory = torch.zeros(E)
+    for t in range(T):
+        h = hidden[t]
+        if kind == "domino":
+            s = torch.zeros(G)
+            for token in consumed:
+                ri, zi, ni = (w_ih @ table[token]).chunk(3)
+                rh, zh, nh = (w_hh @ s).chunk(3)
+                r, z = sigmoid(ri + rh), sigmoid(zi + zh)
+                s = (1 - z) * torch.tanh(ni + r * nh) + z * s
+            x = w1 @ torch.cat([h, s])
+            rows.append(w2 @ (x * sigmoid(x)))
+        elif kind == "markov_vanilla":
+            rows.append(w2 @ w1[consumed[-1]])
+        elif kind == "markov_gated":
+            weight, bias = state["markov_head.gate_proj.weight"], state["markov_head.gate_proj.bias"]
+            row = w1[consumed[-1]]
+            rows.append(w2 @ (sigmoid(weight @ torch.cat([h, row]) + bias) * row))
+        else:
+            weight, bias = state["markov_head.joint_proj.weight"], state["markov_head.joint_proj.bias"]
+            g, c, o = (weight @ torch.cat([memory, w1[consumed[-1]], h]) + bias).chunk(3)
+            rows.append(w2 @ torch.tanh(o))
+            memory = sigmoid(g) * memory + (1 - sigmoid(g)) * torch.tanh(c)
+        consumed.append(int(tokens[t]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", ["domino", "markov_vanilla", "markov_gated", "markov_rnn"])
+def test_head_equals_the_formulas(kind):
+    head, table, hidden = make(kind), torch.randn(V, D), torch.randn(T, D)
+    tokens = torch.tensor([3, 9, 0, 7])
+    expected = naive_corrections(head, kind, 5, tokens, table, hidden)
+    codes = head.teacher_forced_codes(torch.tensor(5), tokens, lambda ids: table[ids], hidden)
+    torch.testing.assert_close(codes @ head.rows().T, expected, atol=1e-5, rtol=1e-5)
+    chosen = torch.tensor([2, 7])
+    torch.testing.assert_close(codes @ head.rows(chosen).T, expected[:, chosen], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["domino", "markov_vanilla", "markov_gated", "markov_rnn"])
+def test_many_blocks_at_once_equal_one_by_one(kind):
+    """Heads accept any leading dimensions, and no block bleeds into another (TRAP 8)."""
+    head, table = make(kind), torch.randn(V, D)
+    anchors, tokens, hidden = torch.randint(0, V, (2, 3)), torch.randint(0, V, (2, 3, T)), torch.randn(2, 3, T, D)
+    embed = lambda ids: table[ids]  # noqa: E731
+    together = head.teacher_forced_codes(anchors, tokens, embed, hidden)
+    for r in range(2):
+        for n in range(3):
+            alone = head.teacher_forced_codes(anchors[r, n], tokens[r, n], embed, hidden[r, n])
+            torch.testing.assert_close(together[r, n], alone, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["domino", "markov_rnn"])
+def test_the_last_token_cannot_influence_its_own_prediction(kind):
+    head, table, hidden = make(kind), torch.randn(V, D), torch.randn(T, D)
+    embed = lambda ids: table[ids]  # noqa: E731
+    a = head.teacher_forced_codes(torch.tensor(5), torch.tensor([3, 9, 0, 7]), embed, hidden)
+    b = head.teacher_forced_codes(torch.tensor(5), torch.tensor([3, 9, 4, 1]), embed, hidden)
+    assert torch.equal(a[:3], b[:3])
+    assert not torch.equal(a[3], b[3])
+
+
+def test_reduced_draft_vocabulary_has_fewer_output_rows_but_reads_all_tokens():
+    head = make("markov_gated", draft=4)
+    assert head.rows().shape == (4, E)
+    assert head.markov_head.markov_w1.weight.shape == (V, E)
+
+
+def test_no_head_is_none():
+    assert make("none") is None
