@@ -82,6 +82,8 @@ def resolve_target(config: RunConfig) -> str:
         if not _ready(config, name):
             _convert(config, config.target, name, f"Converted from {os.path.basename(config.target)} ({digest}).\n")
         return str(cache_folder(config) / name)
+    if config.target.startswith((".", "/", "~")) and not os.path.isdir(config.target):
+        raise ValueError(f"target: no such folder: {config.target}")
     return config.target
 
 

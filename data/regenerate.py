@@ -83,8 +83,11 @@ def regenerate(config: RunConfig) -> None:
 
 def _settings(config: RunConfig, path: str, dtype: torch.dtype) -> dict:
     """Everything that decides an answer or its features; rows made under other settings are never mixed."""
-    model = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code).get_text_config()
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    try:
+        model = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except OSError as error:  # transformers' type for a missing file and for an unknown or unreachable Hub id
+        raise ValueError(f"target: cannot read {path}: {str(error).splitlines()[0]}") from error
     taps = list(features.resolve_taps(config, model.num_hidden_layers)) if config.keep_features else None
     return {
         "target": path,
