@@ -64,9 +64,7 @@ def row_tensors(prompt_ids: list[int], answer_ids: list[int], limit: int) -> tup
     return tokens, torch.arange(len(tokens)) >= len(prompt_ids)
 
 
-def block_labels(
-    sample: Sample, depths: int, gamma: float, draft_V: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def block_labels(sample: Sample, depths: int, gamma: float, draft_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Labels and slot weights [N, T] of a sample.
 
     The mask is read at the *predicted* token, never at the slot (TRAPS 6). A depth counts only while all depths before

@@ -16,7 +16,11 @@ MASK = 2
 
 def sample(length=40, start=8, anchors=(20,), row="row"):
     return Sample(
-        row, torch.arange(100, 100 + length), torch.arange(length) >= start, torch.tensor(anchors, dtype=torch.long), None
+        row,
+        torch.arange(100, 100 + length),
+        torch.arange(length) >= start,
+        torch.tensor(anchors, dtype=torch.long),
+        None,
     )
 
 

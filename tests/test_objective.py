@@ -22,7 +22,9 @@ def setup(shifted=False, rows=2, anchors=3, draft_ids=None, chunk=1000, target=N
     """Target, trainable drafter, objective and a batch with stored taps."""
     target = target or tiny_target()
     size = None if draft_ids is None else len(draft_ids)
-    drafter = tiny_drafter(target, block_size=BLOCK, shift_label=shifted, draft_vocab_size=size, scale=0.3, **spec).model
+    drafter = tiny_drafter(
+        target, block_size=BLOCK, shift_label=shifted, draft_vocab_size=size, scale=0.3, **spec
+    ).model
     drafter.requires_grad_(True)
     data = TrainingRows(answer_rows(rows), 64, anchors, seed=0)
     known = None

@@ -26,7 +26,12 @@ def scenarios(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     # 24 rows, 2 ranks, 2 rows each, 2 micro-batches: 3 steps an epoch, so that both halves end inside an epoch.
     common = dict(
-        max_steps=20, save_steps=10, gradient_accumulation_steps=2, max_grad_norm=0.5, deepspeed=_zero(2), warmup_steps=3
+        max_steps=20,
+        save_steps=10,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        deepspeed=_zero(2),
+        warmup_steps=3,
     )
     for name in ("straight", "split"):
         _make(folder / name, 24, **common)

@@ -122,7 +122,8 @@ def test_label_agreement_is_one_for_the_targets_own_answers(made):
 
 
 @pytest.mark.parametrize(
-    ("batch", "limit", "ranks", "expected"), [(8, 8, 1, (8, 1)), (8, 8, 2, (4, 1)), (16, 4, 2, (4, 2)), (6, 4, 1, (3, 2))]
+    ("batch", "limit", "ranks", "expected"),
+    [(8, 8, 1, (8, 1)), (8, 8, 2, (4, 1)), (16, 4, 2, (4, 2)), (6, 4, 1, (3, 2))],
 )
 def test_global_batch_is_kept_whatever_the_ranks(batch, limit, ranks, expected):
     config = RunConfig(training={"per_device_train_batch_size": limit})
@@ -138,7 +139,9 @@ def test_global_batch_that_does_not_divide_is_refused():
 
 
 def test_yaml_text_and_command_line_values_get_their_types():
-    config = RunConfig(training={"learning_rate": "1e-3", "warmup_steps": 0.04, "report_to": ["none"], "bf16_full_eval": "false"})
+    config = RunConfig(
+        training={"learning_rate": "1e-3", "warmup_steps": 0.04, "report_to": ["none"], "bf16_full_eval": "false"}
+    )
     values = check_training_options(config, "cpu")
     assert values.learning_rate == 1e-3 and values.warmup_steps == 0.04 and values.bf16_full_eval is False
     assert values.deepspeed.endswith("configs/deepspeed/zero1.json") and values.optim == "adamw_torch_fused"
