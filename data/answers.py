@@ -32,7 +32,7 @@ class AnswerRow:
 
 
 def read_answers(folder: str) -> tuple[list[AnswerRow], dict]:
-    """The rows and the manifest of a finished regeneration. Raises ValueError, naming the command to run, without one."""
+    """Rows and manifest of a finished regeneration. Raises ValueError, naming the command to run, without one."""
     manifest = read_manifest(folder)
     if not manifest.get("finished"):
         state = "not finished" if manifest else "missing"
@@ -118,8 +118,8 @@ def describe(rows: list[AnswerRow]) -> dict:
 def target_identity(path: str) -> str:
     """A name for the target's weights that does not depend on where they lie.
 
-    For a folder, a hash of its configuration and of the beginning, middle and end of each weight file (hashing gigabytes
-    whole would cost more than the check is worth); for a Hub id, the id with the commit in the local cache.
+    For a folder, a hash of its configuration and of the beginning, middle and end of each weight file (hashing
+    gigabytes whole would cost more than the check is worth); for a Hub id, the id with the commit in the local cache.
     """
     if not os.path.isdir(path):
         from transformers import AutoConfig

@@ -1,13 +1,48 @@
-"""What the machine can do: device, compilers, bf16, speed."""
+"""What the machine can do: compiler, device, speed. launch.sh asks this module; the first checks need no packages.
+
+python -m data.environment compiler          exit 2 and one line when DeepSpeed could not build its operator
+python -m data.environment build             builds that operator once
+python -m data.environment report ARGS       prints device, dtype and how long the demo should take
+python -m data.environment launcher ARGS     prints the words that start the train or eval stage
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import subprocess
+import sys
+import sysconfig
+import time
+
+# The demo on the machine it was measured on: 2 cores with AMX, bf16, see README.
+DEMO_MINUTES = 15
+REFERENCE_GFLOPS = 900.0
+# Below this slow-down nothing is cut: two measurements of one machine differ by as much.
+_TOLERATED = 1.5
+
+
+def check_compiler() -> None:
+    """Raises ValueError naming the package that is missing: DeepSpeed compiles its CPU communication operator."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise ValueError(f"no C++ compiler ({compiler}); on Debian or Ubuntu: apt-get install g++")
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    if not os.path.isfile(header):
+        raise ValueError(f"no Python headers ({header}); on Debian or Ubuntu: apt-get install python3-dev")
+
+
+def build_operators() -> None:
+    """Builds (or finds built) the shared-memory operator that DeepSpeed loads whenever it starts on a CPU."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    ShareMemCommBuilder().load(verbose=False)
 
 
 def choose_device(name: str) -> str:
-    """`auto`: cuda when torch sees a GPU, else cpu. Raises ValueError when a GPU is asked for or present but unusable."""
+    """`auto`: cuda when torch sees a GPU, else cpu. ValueError when a GPU is asked for or present but unusable."""
     import torch
 
     if name not in ("auto", "cpu", "cuda"):
@@ -21,7 +56,7 @@ def choose_device(name: str) -> str:
         return "cpu"
     found = "no NVIDIA driver was found" if driver is None else f"NVIDIA driver {driver} is there"
     raise ValueError(
-        f"device: torch {torch.__version__} sees no GPU although {found} and device is {name}; "
+        f"device: torch {torch.__version__} sees no GPU, {found} and device is {name}; "
         "install a torch build that fits the driver, or go on with --device cpu"
     )
 
@@ -38,3 +73,107 @@ def gpu_driver() -> str | None:
         return None
     lines = result.stdout.split()
     return lines[0] if result.returncode == 0 and lines else None
+
+
+def measured_gflops(dtype, seconds: float = 0.6) -> float:
+    """The best rate of a matrix product of the demo target's size, all cores: other load must not make it look slow."""
+    import torch
+
+    left, right = torch.randn(1024, 576).to(dtype), torch.randn(576, 1536).to(dtype)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        for _ in range(4):
+            left @ right
+        best = min(best, (time.perf_counter() - start) / 4)
+    return 2 * 1024 * 576 * 1536 / best / 1e9
+
+
+def slow_down(device: str, dtype_name: str) -> float:
+    """How many times longer than on the reference machine the demo's heavy parts take here; 1 on GPUs."""
+    from models.target import choose_dtype
+
+    if device != "cpu":
+        return 1.0
+    return max(1.0, REFERENCE_GFLOPS / measured_gflops(choose_dtype(dtype_name, device)))
+
+
+def cut_for_speed(config, factor: float) -> dict[str, int]:
+    """Fewer answers, steps and evaluated prompts for a machine that is `factor` times slower; {} when none is needed.
+
+    The results stay what they are, from less training; below these sizes the table would say nothing.
+    """
+    if factor <= _TOLERATED:
+        return {}
+    steps = int(config.training.get("max_steps", 0))
+    sizes = {"num_prompts": (config.num_prompts, 192), "eval_prompts": (config.eval_prompts, 16)}
+    if steps > 0:
+        sizes["max_steps"] = (steps, 100)
+    return {name: max(min(size, floor), round(size / factor)) for name, (size, floor) in sizes.items()}
+
+
+def report(argv: list[str]) -> None:
+    """Prints the choices for this machine. ValueError when a GPU is there but cannot be used."""
+    from data.settings import parse_arguments
+    from models.target import choose_dtype
+
+    config = parse_arguments("setup", argv)
+    device = choose_device(config.device)
+    factor = slow_down(device, config.dtype)
+    dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
+    minutes = DEMO_MINUTES * min(factor, _TOLERATED)
+    print(f"device {device}, dtype {dtype}; the demo takes about {minutes:.0f} minutes", end="")
+    cut = cut_for_speed(config, factor)
+    print(f" cut to {cut}, this machine being {factor:.1f} times slower than the reference" if cut else "")
+
+
+def launcher(argv: list[str]) -> list[str]:
+    """The command before a stage's own words: `train` through DeepSpeed's launcher, `eval` on every GPU or one process.
+
+    argv: the stage, then its arguments. On the CPU one rank has all cores. Exits as `parse_arguments` does.
+    """
+    import torch
+
+    from data.settings import parse_arguments
+
+    stage, *words = argv
+    device = choose_device(parse_arguments(stage, words).device)
+    count = torch.cuda.device_count() if device == "cuda" else 1
+    if stage == "train":
+        start = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(count), "--master_port", str(free_port())]
+        accelerator = [f"DS_ACCELERATOR={device}"]
+        # A GPU that the CPU run must not see would still be counted by the launcher.
+        accelerator += ["CUDA_VISIBLE_DEVICES="] if device == "cpu" else []
+        return ["env", *accelerator, sys.executable, *start, "training/train_drafter.py"]
+    if count > 1:
+        start = ["-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_port", str(free_port())]
+        return [sys.executable, *start, "-m", "eval.run_eval"]
+    return [sys.executable, "-m", "eval.run_eval"]
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def main(argv: list[str]) -> int:
+    question, words = argv[0], argv[1:]
+    try:
+        if question == "compiler":
+            check_compiler()
+        elif question == "build":
+            build_operators()
+        elif question == "report":
+            report(words)
+        else:
+            assert question == "launcher", question
+            print("\n".join(launcher(words)))
+    except ValueError as error:
+        print(f"{'setup' if question != 'launcher' else words[0]}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

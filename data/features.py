@@ -1,7 +1,7 @@
 """Taps of the answers, kept in bf16 while the target writes them, so that training needs no forward of the target.
 
-Layout: RUN/answers/features/NNNNNN.safetensors, one shard for each batch of generation, holding `taps` [tokens, L*D], the
-batch's rows one after another; index.jsonl maps a row id to its shard, offset and length. A row has len(prompt) +
+Layout: RUN/answers/features/NNNNNN.safetensors, one shard for each batch of generation, holding `taps` [tokens, L*D],
+the batch's rows one after another; index.jsonl maps a row id to its shard, offset and length. A row has len(prompt) +
 len(answer) - 1 tokens: the last token is never forwarded in generation, and no anchor's context needs it.
 
 Shapes: R rows of a batch, S padded prompt, T generated tokens, L taps, D hidden size.
@@ -48,7 +48,7 @@ def gather_taps(hidden_states: tuple, tap_ids: tuple[int, ...], row: int, start:
     """One row's taps [length, L*D] in bf16 from what `generate(output_hidden_states=[i + 1, ...])` returned.
 
     Args:
-        hidden_states: per step a tuple over layers; step 0 is the prompt [R, S, D], every later step one token [R, 1, D].
+        hidden_states: per step a tuple over layers; step 0 is the prompt [R, S, D], each later one a token [R, 1, D].
         start: number of padding tokens at the left of the row.
     """
     columns = []
@@ -73,7 +73,9 @@ class FeatureWriter:
         index = {key: place for key, place in _read_index(self.folder).items() if key in done}
         lost = sorted(done - set(index))
         if lost:
-            raise ValueError(f"{self.folder} lacks the features of {len(lost)} answers, such as {lost[0]}; delete {answers}")
+            raise ValueError(
+                f"{self.folder} lacks features of {len(lost)} answers, such as {lost[0]}; delete {answers}"
+            )
         temporary = self.folder / f"{INDEX}.partial"
         temporary.write_text("".join(_index_line(key, *place) for key, place in index.items()))
         temporary.replace(self.folder / INDEX)
@@ -114,12 +116,12 @@ class FeatureReader:
         self.folder = answers / FOLDER
         settings = read_manifest(str(answers)).get("settings", {})
         if not settings.get("tap_ids"):
-            raise ValueError(f"{answers} holds no features; run regenerate with --keep_features true in another run_dir")
+            raise ValueError(f"{answers} holds no features; regenerate with --keep_features true in another run_dir")
         self.tap_ids = tuple(settings["tap_ids"])
         if tap_ids is not None and tuple(tap_ids) != self.tap_ids:
             raise ValueError(f"{answers} holds features of layers {list(self.tap_ids)}, this run taps {list(tap_ids)}")
         if target is not None and target != settings["target_identity"]:
-            raise ValueError(f"{answers} holds features of target {settings['target_identity']}, this run's is {target}")
+            raise ValueError(f"{answers} holds features of target {settings['target_identity']}, this run has {target}")
         self._index = _read_index(self.folder)
         self._shards: dict[str, object] = {}
 

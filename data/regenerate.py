@@ -86,7 +86,7 @@ def _settings(config: RunConfig, path: str, dtype: torch.dtype) -> dict:
     try:
         model = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code).get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except OSError as error:  # transformers' type for a missing file and for an unknown or unreachable Hub id
+    except (OSError, ValueError) as error:  # a missing file, an unreachable Hub id, a folder without a model
         raise ValueError(f"target: cannot read {path}: {str(error).splitlines()[0]}") from error
     taps = list(features.resolve_taps(config, model.num_hidden_layers)) if config.keep_features else None
     return {
@@ -117,7 +117,9 @@ def _refuse_other_settings(folder: str, manifest: dict, settings: dict) -> None:
 class Job:
     """One run of the stage over a loaded target."""
 
-    def __init__(self, config: RunConfig, target: Target, taps: tuple[int, ...], prompts: list[Prompt], progress: Progress):
+    def __init__(
+        self, config: RunConfig, target: Target, taps: tuple[int, ...], prompts: list[Prompt], progress: Progress
+    ):
         self.config, self.target, self.taps, self.prompts, self.progress = config, target, taps, prompts, progress
         self.folder = config.path("answers")
         self.started, self.new_tokens = time.monotonic(), 0
@@ -229,7 +231,8 @@ class Job:
             "failed": len(progress.failed),
             "skipped": len(progress.skipped),
         }
-        manifest = {"finished": finished, "num_prompts": self.config.num_prompts, "settings": settings, "counts": counts}
+        manifest = {"finished": finished, "num_prompts": self.config.num_prompts}
+        manifest |= {"settings": settings, "counts": counts}
         if finished:
             assert counts["done"] + counts["failed"] + counts["skipped"] == counts["input"], counts
             manifest |= answers.describe(list(progress.rows.values()))

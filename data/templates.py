@@ -30,9 +30,13 @@ WORDS = {
     "container": _words("boxes, bags, baskets, jars, crates, shelves, trays, drawers, cartons, buckets"),
     "place": _words("the market, the library, the school fair, a bakery, the town festival, a garden shop, the office"),
     "vehicle": _words("train, bus, delivery van, cyclist, ferry, truck, car, school bus"),
-    "job": _words("painting fences, mowing lawns, walking dogs, washing cars, tutoring, babysitting, delivering papers"),
+    "job": _words(
+        "painting fences, mowing lawns, walking dogs, washing cars, tutoring, babysitting, delivering papers"
+    ),
     "animal": _words("cows, goats, chickens, ducks, sheep, horses, rabbits, geese"),
-    "goal": _words("a bicycle, a guitar, a camera, a telescope, a tent, a pair of skates, a sewing machine, a drum set"),
+    "goal": _words(
+        "a bicycle, a guitar, a camera, a telescope, a tent, a pair of skates, a sewing machine, a drum set"
+    ),
     "data": _words(
         "numbers, temperatures, prices, ages, test scores, distances, rainfall amounts, heights, weights, durations"
     ),

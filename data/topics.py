@@ -44,19 +44,20 @@ HABITS = Kind(
         """
     ),
     _topics(
-        """learning to play the guitar; growing tomatoes on a balcony; waking up early; studying for exams; saving money;
-        running a first marathon; learning Spanish; cooking for one person; giving a speech; moving to a new city;
-        training a puppy; writing a diary; meditating; packing for a trip; looking for a job; organizing a small kitchen;
-        painting with watercolors; taking photos at night; baking bread; hosting a dinner party; reading more books;
-        drinking enough water; working from home; making new friends; riding a bicycle to work; planning a wedding;
-        keeping houseplants alive; learning chess; swimming in the sea; camping in the rain; raising chickens;
-        writing a resume; preparing for an interview; teaching children to read; cleaning the garage; sewing a dress;
-        knitting a scarf; fixing a flat tire; hiking in the mountains; sleeping better; using less plastic;
-        driving in snow; buying a used car; choosing a laptop; starting a blog; running a book club; singing in a choir;
-        learning to draw faces; keeping a budget; growing herbs indoors; adopting a cat; learning to dance;
-        volunteering at a shelter; repairing old furniture; making homemade soap; visiting a museum with children;
-        managing stress at work; speaking in meetings; remembering names; playing the piano; brewing coffee;
-        setting up an aquarium; building a birdhouse; starting a vegetable garden; walking ten thousand steps a day"""
+        """learning to play the guitar; growing tomatoes on a balcony; waking up early; studying for exams;
+        saving money; running a first marathon; learning Spanish; cooking for one person; giving a speech;
+        moving to a new city; training a puppy; writing a diary; meditating; packing for a trip; looking for a job;
+        organizing a small kitchen; painting with watercolors; taking photos at night; baking bread;
+        hosting a dinner party; reading more books; drinking enough water; working from home; making new friends;
+        riding a bicycle to work; planning a wedding; keeping houseplants alive; learning chess; swimming in the sea;
+        camping in the rain; raising chickens; writing a resume; preparing for an interview;
+        teaching children to read; cleaning the garage; sewing a dress; knitting a scarf; fixing a flat tire;
+        hiking in the mountains; sleeping better; using less plastic; driving in snow; buying a used car;
+        choosing a laptop; starting a blog; running a book club; singing in a choir; learning to draw faces;
+        keeping a budget; growing herbs indoors; adopting a cat; learning to dance; volunteering at a shelter;
+        repairing old furniture; making homemade soap; visiting a museum with children; managing stress at work;
+        speaking in meetings; remembering names; playing the piano; brewing coffee; setting up an aquarium;
+        building a birdhouse; starting a vegetable garden; walking ten thousand steps a day"""
     ),
 )
 
@@ -83,12 +84,13 @@ EXPLAIN = Kind(
         recycling; the internet; electric cars; solar panels; black holes; dinosaurs; the Roman Empire; the Silk Road;
         the invention of the printing press; the first moon landing; democracy; inflation; supply and demand; taxes;
         bees and pollination; coral reefs; the rainforest; migration of birds; hibernation; the human heart; the brain;
-        digestion; sleep and dreams; the immune system; bacteria; DNA; evolution; glaciers; tides; hurricanes; lightning;
-        magnets; sound waves; the speed of light; batteries; bridges; airplanes; submarines; the compass; the calendar;
-        fractions; probability; prime numbers; the Pythagorean theorem; computer programs; search engines; passwords;
-        artificial intelligence; robots; the stock market; insurance; the Great Wall of China; the pyramids of Egypt;
-        the Olympic Games; jazz music; the theater; chocolate; coffee; bread; the history of tea; whales; spiders;
-        elephants; octopuses; deserts; the deep sea; rivers; fossils; recycling paper; wind power; clouds; seasons"""
+        digestion; sleep and dreams; the immune system; bacteria; DNA; evolution; glaciers; tides; hurricanes;
+        lightning; magnets; sound waves; the speed of light; batteries; bridges; airplanes; submarines; the compass;
+        the calendar; fractions; probability; prime numbers; the Pythagorean theorem; computer programs;
+        search engines; passwords; artificial intelligence; robots; the stock market; insurance;
+        the Great Wall of China; the pyramids of Egypt; the Olympic Games; jazz music; the theater; chocolate; coffee;
+        bread; the history of tea; whales; spiders; elephants; octopuses; deserts; the deep sea; rivers; fossils;
+        recycling paper; wind power; clouds; seasons"""
     ),
 )
 
@@ -110,13 +112,14 @@ STORY = Kind(
     ),
     _topics(
         """a dragon who is afraid of fire; a lighthouse keeper and a lost whale; a robot who wants to be a gardener;
-        two sisters who find an old map; a cat who rides the subway; a baker whose bread makes people laugh; a shy ghost;
-        a boy who can talk to trees; a violin that plays by itself; a snail who wins a race; an astronaut on a tiny planet;
-        a librarian with a secret door; a storm that would not end; a fox and a clever crow; a clock that runs backwards;
-        a girl who collects clouds; a pirate who gets seasick; a village without shadows; a penguin in the desert;
-        a detective and a missing cake; a wizard who forgot the magic words; a mouse who lives in a piano;
-        a bridge that leads to yesterday; a sleepy bear in a big city; a letter that arrives a hundred years late;
-        a farmer who grows stars; a painter who paints the future; a little boat on a huge river; an umbrella with wings;
+        two sisters who find an old map; a cat who rides the subway; a baker whose bread makes people laugh;
+        a shy ghost; a boy who can talk to trees; a violin that plays by itself; a snail who wins a race;
+        an astronaut on a tiny planet; a librarian with a secret door; a storm that would not end;
+        a fox and a clever crow; a clock that runs backwards; a girl who collects clouds; a pirate who gets seasick;
+        a village without shadows; a penguin in the desert; a detective and a missing cake;
+        a wizard who forgot the magic words; a mouse who lives in a piano; a bridge that leads to yesterday;
+        a sleepy bear in a big city; a letter that arrives a hundred years late; a farmer who grows stars;
+        a painter who paints the future; a little boat on a huge river; an umbrella with wings;
         a giant who is too small; a teacher on the moon; a dog who becomes mayor; a king who wants to cook;
         a snowman in summer; a mirror that tells jokes; a train to the end of the world; a turtle who paints"""
     ),

@@ -80,7 +80,7 @@ def test_reader_returns_rows_and_refuses_other_features(tmp_path):
     assert "one" in reader and "three" not in reader
     with pytest.raises(ValueError, match=r"layers \[0, 2\], this run taps \[1\]"):
         FeatureReader(str(tmp_path / "answers"), (1,))
-    with pytest.raises(ValueError, match="target abc, this run's is xyz"):
+    with pytest.raises(ValueError, match="target abc, this run has xyz"):
         FeatureReader(str(tmp_path / "answers"), TAPS, "xyz")
     with pytest.raises(ValueError, match="holds no features"):
         FeatureReader(str(tmp_path / "other"))
@@ -95,7 +95,7 @@ def test_writer_continues_and_drops_what_no_row_names(tmp_path):
     writer.write({"new": torch.ones(1, 4)})
     reader = FeatureReader(str(tmp_path / "answers"))
     assert reader.get("one").shape == (3, 4) and reader.get("new").shape == (1, 4) and "two" not in reader
-    with pytest.raises(ValueError, match="lacks the features of 1 answers, such as gone"):
+    with pytest.raises(ValueError, match="lacks features of 1 answers, such as gone"):
         FeatureWriter(str(tmp_path / "answers"), {"one", "gone"})
 
 

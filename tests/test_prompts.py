@@ -24,7 +24,8 @@ def test_a_longer_set_continues_a_shorter_one_and_seeds_differ():
 
 
 def test_evaluation_shares_no_template_and_no_topic():
-    for table in (templates.MATHS, templates.MATHS_ENDINGS, templates.CODE_FRAMES, templates.CODE_TASKS, topics.ENDINGS):
+    tables = [templates.MATHS, templates.MATHS_ENDINGS, templates.CODE_FRAMES, templates.CODE_TASKS, topics.ENDINGS]
+    for table in tables:
         assert not set(table["train"]) & set(table["eval"])
     for kind in topics.CHAT:
         assert not set(kind.train) & set(kind.eval)
@@ -63,7 +64,11 @@ def test_bad_rows_are_skipped_counted_and_named(tmp_path):
         ["list"],
         {"messages": [{"role": "tool", "content": "x"}]},
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "from messages"}]},
-        {"conversations": [{"from": "human", "value": "q1"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "q2"}]},
+        {
+            "conversations": [
+                {"from": who, "value": text} for who, text in (("human", "q1"), ("gpt", "a"), ("human", "q2"))
+            ]
+        },
         {"turns": ["hello", "and again"], "id": 7},
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n{broken\n\n")

@@ -1,4 +1,4 @@
-"""A tokenizer of single characters with a chat template, and a tiny target saved with it, for tests of the data side."""
+"""A tokenizer of single characters with a chat template, and a tiny target saved with it, for the data side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TEMPLATE = (
     "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('role ' + m.role) }}{% endif %}"
     "{% if 'forbidden' in m.content %}{{ raise_exception('bad words') }}{% endif %}"
     "{{ m.role[0] }}:{{ m.content }}/{% endfor %}"
-    "{% if add_generation_prompt %}a:{% if enable_thinking is not defined or enable_thinking %}think.{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}a:"
+    "{% if enable_thinking is not defined or enable_thinking %}think.{% endif %}{% endif %}"
 )
 
 

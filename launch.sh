@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Sets up the environment and runs a stage. `bash launch.sh --help`.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/demo.yaml)
+
+  demo        set-up and all stages from target to export, then the table
+  setup       creates the environment and checks the machine
+  target      gets the demo's model into the cache
+  regenerate  the target answers the prompts         -> RUN/answers
+  train       trains the drafter through DeepSpeed   -> RUN/drafter
+  eval        decodes and measures                   -> RUN/results.json, RUN/report.md
+  export      writes a folder for other programs     -> RUN/export
+  verify      proves equality with the target's own text
+  test        the test suite; words go to pytest
+
+  bash launch.sh STAGE --help lists a stage's options.
+
+Environment: PYTHON (interpreter that creates the environment, default python3), VENV (environment to create or reuse,
+default .venv in this folder). pip's own settings (index, cache) are used as they are.
+TEXT
+}
+
+called_from=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")"
+VENV=${VENV:-.venv}
+[[ $VENV == /* ]] || VENV=$PWD/$VENV
+py=$VENV/bin/python
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+fail() { # one line for the user, exit code 2
+  echo "setup: $*" >&2
+  exit 2
+}
+
+# Installs the project into VENV unless the same dependencies were installed there before. $1: "" or "[test]".
+install() {
+  local stamp base=${PYTHON:-python3}
+  stamp=$VENV/.dartree-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)${1:+-test}
+  if [[ -e $stamp || (-z $1 && -e $stamp-test) ]]; then return; fi
+  [[ -x $py ]] || command -v "$base" >/dev/null || fail "no Python ($base); set PYTHON to an interpreter"
+  if [[ -x $py ]]; then base=$py; fi
+  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "Python 3.11 or newer is needed, $base is $("$base" -V 2>&1)"
+  "$base" -m data.environment compiler
+  if [[ ! -x $py ]]; then
+    echo "creating $VENV"
+    "$base" -m venv "$VENV" || fail "cannot create $VENV with $base -m venv; on Debian or Ubuntu: apt-get install python3-venv"
+  fi
+  echo "installing the dependencies of pyproject.toml as pinned in constraints.txt"
+  "$py" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".$1"
+  echo "building DeepSpeed's CPU communication operator"
+  "$py" -m data.environment build >/dev/null
+  touch "$stamp"
+}
+
+stage=${1:-}
+case $stage in
+  "") usage >&2 && exit 2 ;;
+  -h | --help | help) usage && exit 0 ;;
+  setup | target | regenerate | train | eval | export | verify | demo | test) shift ;;
+  *) echo "launch.sh: unknown stage '$stage'; bash launch.sh --help lists them" >&2 && exit 2 ;;
+esac
+
+if [[ $stage == test ]]; then
+  install "[test]"
+  exec "$py" -m pytest --durations=10 "$@"
+fi
+
+install ""
+# CONFIG is meant from where the command was typed; everything else from this folder.
+config=configs/demo.yaml
+if [[ $# -gt 0 && $1 != -* ]]; then
+  config=$1
+  shift
+  [[ $config == /* || ! -f $called_from/$config ]] || config=$called_from/$config
+fi
+set -- "$config" "$@"
+
+wants_help() { [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; }
+
+case $stage in
+  setup) exec "$py" -m data.environment report "$@" ;;
+  target) exec "$py" -m data.fetch_target "$@" ;;
+  regenerate) exec "$py" -m data.regenerate "$@" ;;
+  export) exec "$py" -m eval.export "$@" ;;
+  verify) exec "$py" -m eval.verify "$@" ;;
+  demo)
+    wants_help "$@" || "$py" -m data.environment report "$@"
+    exec "$py" -m data.demo "$@"
+    ;;
+  train | eval)
+    if wants_help "$@"; then
+      if [[ $stage == train ]]; then exec "$py" training/train_drafter.py "$@"; fi
+      exec "$py" -m eval.run_eval "$@"
+    fi
+    command=$("$py" -m data.environment launcher "$stage" "$@") || exit $?
+    mapfile -t words <<<"$command"
+    exec "${words[@]}" "$@"
+    ;;
+esac
