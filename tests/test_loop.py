@@ -117,7 +117,7 @@ def test_second_generation_does_not_see_the_first():
     assert [r.accepted for r in second.rounds] == [r.accepted for r in fresh.rounds]
 
 
-@pytest.mark.parametrize("method", ["ddtree", "dartree_pruned", "domino_chain"])
+@pytest.mark.parametrize("method", ["ddtree", "dartree_pruned", "dartree_fixed"])
 def test_kept_kv_equals_sequential_decoding(method):
     """TRAP 45: after compaction the cache holds what decoding the same tokens one by one would hold."""
     target = tiny_target()

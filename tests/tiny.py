@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -64,7 +66,7 @@ class ScriptedTarget:
         self.following = torch.tensor(following)
         self.eos_ids, self.max_length = eos_ids, max_length
         self.device, self.dtype, self.vocab_size = torch.device("cpu"), torch.float32, len(following)
-        self.config = LlamaConfig(hidden_size=len(following), num_hidden_layers=1, num_attention_heads=1)
+        self.config = SimpleNamespace(num_hidden_layers=1, num_attention_heads=1, hidden_size=1)
         self.forwards = 0
 
     def embed(self, ids):
