@@ -50,7 +50,8 @@ install() {
     "$base" -m venv "$VENV" || fail "cannot create $VENV with $base -m venv; on Debian or Ubuntu: apt-get install python3-venv"
   fi
   echo "installing the dependencies of pyproject.toml as pinned in constraints.txt"
-  "$py" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".$1"
+  "$py" -m pip install --quiet --quiet --no-compile --disable-pip-version-check \
+    --constraint constraints.txt --editable ".$1"
   echo "building DeepSpeed's CPU communication operator"
   "$py" -m data.environment build >/dev/null
   touch "$stamp"

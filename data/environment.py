@@ -75,18 +75,27 @@ def gpu_driver() -> str | None:
     return lines[0] if result.returncode == 0 and lines else None
 
 
-def measured_gflops(dtype, seconds: float = 0.6) -> float:
-    """The best rate of a matrix product of the demo target's size, all cores: other load must not make it look slow."""
+def probe_seconds(dtype, limit: float = 2.0) -> float:
+    """Seconds of some feed-forward layers of the demo target's size on one thread, times 1/cores.
+
+    The best of many short passes, one thread each: other load on the machine must not make it look slow. Products alone
+    would overstate the gap between CPUs; a third of a pass is element-wise work, as in the real model.
+    """
     import torch
 
-    left, right = torch.randn(1024, 576).to(dtype), torch.randn(576, 1536).to(dtype)
-    best, end = float("inf"), time.perf_counter() + seconds
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x = torch.randn(256, 576).to(dtype)
+    layers = [(torch.randn(576, 1536).to(dtype), torch.randn(1536, 576).to(dtype)) for _ in range(4)]
+    best, end = float("inf"), time.perf_counter() + limit
     while time.perf_counter() < end:
         start = time.perf_counter()
-        for _ in range(4):
-            left @ right
-        best = min(best, (time.perf_counter() - start) / 4)
-    return 2 * 1024 * 576 * 1536 / best / 1e9
+        for up, down in layers:
+            normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)).to(dtype)
+            x = x + (torch.nn.functional.silu(normed @ up) * (normed @ up)) @ down * 1e-3
+        best = min(best, time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return best / len(os.sched_getaffinity(0))
 
 
 def slow_down(device: str, dtype_name: str) -> float:
@@ -95,7 +104,7 @@ def slow_down(device: str, dtype_name: str) -> float:
 
     if device != "cpu":
         return 1.0
-    return max(1.0, REFERENCE_GFLOPS / measured_gflops(choose_dtype(dtype_name, device)))
+    return max(1.0, probe_seconds(choose_dtype(dtype_name, device)) / REFERENCE_SECONDS)
 
 
 def cut_for_speed(config, factor: float) -> dict[str, int]:

@@ -100,7 +100,7 @@ class Target:
         position_ids: Tensor | None = None,
         mask: Tensor | None = None,
         cache=None,
-        keep: Tensor | int = 0,
+        keep: int = 0,
         with_logits: bool = True,
         with_final: bool = False,
     ) -> TargetOutput:
@@ -110,7 +110,7 @@ class Target:
             input_ids: [R, M].
             tap_ids: 0-based layer ids i; the tap is the layer's output, `hidden_states[i + 1]`.
             mask: boolean [R, 1, M, width] as `cache` orders its keys, or a 2-D padding mask, or None (causal).
-            keep: `logits_to_keep` of transformers: 0 for all positions, n for the last n, or a tensor of indices.
+            keep: positions, counted from the last, whose logits are computed; 0 means all.
         """
         if mask is not None and mask.ndim == 4 and self.config._attn_implementation == "eager":
             mask = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(
@@ -128,8 +128,7 @@ class Target:
         taps = [output.hidden_states[i + 1] for i in tap_ids] or [final[..., :0]]
         logits = None
         if with_logits:
-            kept = final if isinstance(keep, int) and keep == 0 else final[:, -keep:] if isinstance(keep, int) else final[:, keep]
-            logits = self.logits(kept)
+            logits = self.logits(final[:, -keep:])  # -0 is the start: everything
         return TargetOutput(logits, torch.cat(taps, dim=-1), final if with_final else None)
 
 
@@ -223,7 +222,9 @@ def convert_gguf(gguf: str, output: str) -> None:
     model.save_pretrained(temporary)
     AutoTokenizer.from_pretrained(directory, gguf_file=name).save_pretrained(temporary)
     eos = model.config.eos_token_id
-    GenerationConfig(eos_token_id=eos, bos_token_id=model.config.bos_token_id, pad_token_id=eos).save_pretrained(temporary)
+    GenerationConfig(eos_token_id=eos, bos_token_id=model.config.bos_token_id, pad_token_id=eos).save_pretrained(
+        temporary
+    )
     saved = json.loads((temporary / "config.json").read_text())
     assert "quantization_config" not in saved
     temporary.rename(output)

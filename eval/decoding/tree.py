@@ -104,7 +104,9 @@ def chain(draft: Draft, drafter: Drafter, embed, use_head: bool) -> Tree:
         if head is not None and t + 1 < depths:
             state = head.advance(state, tokens[-1], embed, slots[:, t])
     order = torch.arange(depths, device=score.device).expand(requests, -1)
-    return _drop_impossible(Tree(torch.stack(tokens, 1), order, order + 1, torch.stack(scores, 1), order, [depths] * requests))
+    return _drop_impossible(
+        Tree(torch.stack(tokens, 1), order, order + 1, torch.stack(scores, 1), order, [depths] * requests)
+    )
 
 
 def fixed_widths(budget: int, depths: int) -> list[int]:
@@ -164,7 +166,9 @@ def prune(tree: Tree, budget: int, beta: float) -> Tree:
         raise ValueError(f"beta must be <= 0, got {beta}")
     score_RN = tree.scores_RN + beta * tree.depths_RN
     order_RN = score_RN.sort(dim=1, descending=True, stable=True).indices
-    ranks_RN = torch.empty_like(order_RN).scatter_(1, order_RN, torch.arange(tree.width, device=score_RN.device).expand_as(order_RN))
+    ranks_RN = torch.empty_like(order_RN).scatter_(
+        1, order_RN, torch.arange(tree.width, device=score_RN.device).expand_as(order_RN)
+    )
     kept_RB = order_RN[:, :budget].sort(dim=1).values
     # New index of a kept node, plus one: parents are kept whenever their children are.
     place_RN = torch.zeros(len(tree.sizes), tree.width + 1, dtype=torch.long, device=score_RN.device)
@@ -172,7 +176,12 @@ def prune(tree: Tree, budget: int, beta: float) -> Tree:
     take = lambda values: values.gather(1, kept_RB)  # noqa: E731
     parents_RB = place_RN.gather(1, take(tree.parents_RN))
     kept = Tree(
-        take(tree.tokens_RN), parents_RB, take(tree.depths_RN), take(tree.scores_RN), take(ranks_RN), [kept_RB.shape[1]] * len(tree.sizes)
+        take(tree.tokens_RN),
+        parents_RB,
+        take(tree.depths_RN),
+        take(tree.scores_RN),
+        take(ranks_RN),
+        [kept_RB.shape[1]] * len(tree.sizes),
     )
     return _drop_impossible(kept)
 
@@ -275,6 +284,8 @@ def _from_nodes(grown: list[list[tuple]], device) -> Tree:
     sizes = [len(nodes) for nodes in grown]
     width = max(sizes)
     padded = [nodes + [(0, 0, 1, -float("inf"))] * (width - len(nodes)) for nodes in grown]
-    column = lambda i, dtype: torch.tensor([[node[i] for node in nodes] for nodes in padded], dtype=dtype, device=device)  # noqa: E731
+    tokens, parents, depths, scores = (
+        torch.tensor([[node[i] for node in nodes] for nodes in padded], device=device) for i in range(4)
+    )
     ranks = torch.arange(width, device=device).expand(len(grown), -1)
-    return Tree(column(0, torch.long), column(1, torch.long), column(2, torch.long), column(3, torch.float32), ranks, sizes)
+    return Tree(tokens, parents, depths, scores.float(), ranks, sizes)
