@@ -18,9 +18,9 @@ import time
 
 # The demo on the machine it was measured on: 2 cores with AMX, bf16, see README.
 DEMO_MINUTES = 15
-REFERENCE_GFLOPS = 900.0
+REFERENCE_SECONDS = 0.0048
 # Below this slow-down nothing is cut: two measurements of one machine differ by as much.
-_TOLERATED = 1.5
+_TOLERATED = 2.0
 
 
 def check_compiler() -> None:
