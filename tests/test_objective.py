@@ -112,8 +112,8 @@ def test_logits_never_exceed_a_chunk():
     sizes, whole = [], target.logits
     target.logits = lambda hidden, ids: sizes.append(len(hidden)) or whole(hidden, ids)
     backward(model, objective, batch)
-    # Forward and recomputation: every supervised slot twice, never more than five at once.
-    assert max(sizes) <= 5 and sum(sizes) == 2 * (batch.weights_RNT > 0).sum()
+    # Every supervised slot once, never more than five at once.
+    assert max(sizes) <= 5 and sum(sizes) == (batch.weights_RNT > 0).sum()
 
 
 def test_draft_vocabulary_loss_equals_the_loss_over_its_columns():
