@@ -24,6 +24,14 @@ from torch import Tensor, nn
 Embed = Callable[[Tensor], Tensor]  # token ids [...] -> the target's input embeddings [..., D]
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Linear map of [..., I] to [..., O] as one matrix product.
+
+    torch multiplies strided slices with three dimensions row by row and copies the weight for each: 6 ms a call here.
+    """
+    return nn.functional.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
 class CorrectionHead(nn.Module):
     """Base of the heads. Children are attached to the drafter under the tensor names of the public formats."""
 
@@ -72,7 +80,7 @@ class DominoHead(CorrectionHead):
 
     def __init__(self, hidden_size: int, state_size: int, rank: int, vocab_size: int):
         super().__init__()
-        self.prefix_gru = nn.GRU(hidden_size, state_size, bias=False, batch_first=True)
+        self.prefix_gru = nn.GRU(hidden_size, state_size, bias=False)
         self.embed_proj = nn.Sequential(
             nn.Linear(hidden_size + state_size, rank, bias=False), nn.SiLU(), nn.Linear(rank, vocab_size, bias=False)
         )
@@ -84,22 +92,23 @@ class DominoHead(CorrectionHead):
 
     def prepare(self, hidden: Tensor) -> Tensor:
         # W1 [h ; s] = W1[:, :D] h + W1[:, D:] s: the first term is shared by all parents at a depth.
-        return nn.functional.linear(hidden, self.embed_proj[0].weight[:, : self.hidden_size])
+        return _linear(hidden, self.embed_proj[0].weight[:, : self.hidden_size])
 
     def initial_state(self, anchor: Tensor, embed: Embed) -> Tensor:
         embeds = embed(anchor)
         return self._step(embeds, embeds.new_zeros(*anchor.shape, self.state_size))
 
     def code(self, state: Tensor, slot: Tensor) -> Tensor:
-        projected = nn.functional.linear(state, self.embed_proj[0].weight[:, self.hidden_size :])
+        projected = _linear(state, self.embed_proj[0].weight[:, self.hidden_size :])
         return self.embed_proj[1](slot + projected)
 
     def advance(self, state: Tensor, token: Tensor, embed: Embed, slot: Tensor) -> Tensor:
         return self._step(embed(token), state)
 
     def _step(self, embeds: Tensor, state: Tensor) -> Tensor:
+        # A sequence of one step, all blocks or nodes as its batch.
         flat_state = state.reshape(1, -1, self.state_size).contiguous()
-        flat_embeds = embeds.reshape(-1, 1, self.hidden_size).to(state.dtype)
+        flat_embeds = embeds.reshape(1, -1, self.hidden_size).to(state.dtype)
         _, state_new = self.prefix_gru(flat_embeds, flat_state)
         return state_new.view(state.shape)
 
@@ -151,10 +160,10 @@ class GatedMarkovHead(MarkovHead):
 
     def prepare(self, hidden: Tensor) -> Tensor:
         gate = self.markov_head.gate_proj
-        return nn.functional.linear(hidden, gate.weight[:, : self.hidden_size], gate.bias)
+        return _linear(hidden, gate.weight[:, : self.hidden_size], gate.bias)
 
     def code(self, state: Tensor, slot: Tensor) -> Tensor:
-        gate = slot + nn.functional.linear(state, self.markov_head.gate_proj.weight[:, self.hidden_size :])
+        gate = slot + _linear(state, self.markov_head.gate_proj.weight[:, self.hidden_size :])
         return torch.sigmoid(gate) * state
 
 
@@ -165,7 +174,7 @@ class RnnMarkovHead(MarkovHead):
 
     def prepare(self, hidden: Tensor) -> Tensor:
         joint = self.markov_head.joint_proj
-        return nn.functional.linear(hidden, joint.weight[:, 2 * self.rank :], joint.bias)
+        return _linear(hidden, joint.weight[:, 2 * self.rank :], joint.bias)
 
     def initial_state(self, anchor: Tensor, embed: Embed) -> Tensor:
         row = self.markov_head.markov_w1(anchor)
@@ -182,7 +191,7 @@ class RnnMarkovHead(MarkovHead):
 
     def _gates(self, state: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
         weight = self.markov_head.joint_proj.weight[:, : 2 * self.rank]
-        return (slot + nn.functional.linear(state, weight)).chunk(3, dim=-1)
+        return (slot + _linear(state, weight)).chunk(3, dim=-1)
 
 
 _MARKOV = {f"markov_{cls.kind}": cls for cls in (MarkovHead, GatedMarkovHead, RnnMarkovHead)}

@@ -78,11 +78,14 @@ class Target:
         A logit cap of the family (`final_logit_softcapping`) is applied, as the target itself does.
         """
         head = self.model.get_output_embeddings()
+        # Two dimensions: a strided slice with more of them is multiplied row by row, with a copy of the head for each.
+        flat = hidden.reshape(-1, hidden.shape[-1])
         if ids is None:
-            logits = head(hidden)
+            logits = head(flat)
         else:
             bias = None if head.bias is None else head.bias[ids]
-            logits = nn.functional.linear(hidden, self._head_rows(ids), bias)
+            logits = nn.functional.linear(flat, self._head_rows(ids), bias)
+        logits = logits.unflatten(0, hidden.shape[:-1])
         cap = getattr(self.config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 

@@ -65,6 +65,15 @@ def test_speedup_as_ratio_of_sums_and_as_mean_of_ratios():
     assert metrics.speedup(ar, ar) == 1.0
 
 
+def test_published_clock_starts_after_the_first_draft():
+    ar = [response([0] * 4, method="ar", seconds=4.0)]
+    own = [response([1, 1], seconds=2.0)]
+    own[0].rounds[0].draft = 0.5
+    ar[0].rounds[0].draft = 0.0
+    assert metrics.speedup(own, ar) == 2.0
+    assert metrics.speedup(metrics.after_first_draft(own), metrics.after_first_draft(ar)) == pytest.approx(4 / 1.5)
+
+
 def test_speedup_compares_only_prompts_that_both_decoded():
     ar = [response([0] * 4, "p0", "ar", seconds=4.0), response([0], "p1", "ar", seconds=100.0)]
     assert metrics.speedup([response([3], "p0", seconds=1.0)], ar) == 4.0
