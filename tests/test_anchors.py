@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from training_runs import answer_rows
 
 from data.batches import Sample, block_labels, collate, row_tensors
 from training.anchors import draw_anchors, eligible_anchors
 from training.rows import TrainingRows
 from training.vocabulary import choose_draft_ids, coverage
+from training_runs import answer_rows
 
 MASK = 2
 

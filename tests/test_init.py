@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny import MASK, tiny_target
 
 from models.configuration import DrafterSpec, build_drafter_config
 from models.drafter import DFlashDraftModel
 from models.target import Target
+from tiny import MASK, tiny_target
 from training.forward import capture_taps
 from training.initialise import FINAL_NORM_SCALE, initialise_from_target, zero_correction
 

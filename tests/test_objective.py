@@ -4,15 +4,15 @@ import functools
 
 import pytest
 import torch
-from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from torch.nn.functional import cross_entropy
-from training_runs import answer_rows
 
 from data.batches import collate
 from models.attention import block_mask
+from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from training.forward import block_loss, capture_taps
 from training.objective import STATISTICS, Objective
 from training.rows import TrainingRows
+from training_runs import answer_rows
 
 LAYOUTS = pytest.mark.parametrize("shifted", [False, True])
 BLOCK = 6

@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from training_runs import answer_rows, losses, run_ranks, start_ranks, write_run
 
 from models.checkpoint import load_drafter
 from training.checkpoints import newest_checkpoint
+from training_runs import answer_rows, losses, run_ranks, start_ranks, write_run
 
 SCRIPT = "tests/two_rank_scenarios.py"
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import EOS, PAD, VOCAB
-from training_runs import ROOT, answer_rows, environment, free_port, run_ranks, write_run
 
 from data.settings import RunConfig, load_config
+from tiny import EOS, PAD, VOCAB
 from training import train_drafter
 from training.arguments import check_training_options, set_threads, spread_batch
 from training.checkpoints import check_same_run, publish, write_json
 from training.plan import label_agreement, prepare, sample_tokens
 from training.rows import TrainingRows
+from training_runs import ROOT, answer_rows, environment, free_port, run_ranks, write_run
 
 
 @pytest.fixture(autouse=True)

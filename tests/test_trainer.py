@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import EOS, MASK, VOCAB, tiny_target
-from training_runs import answer_rows
 from transformers import PrinterCallback, TrainingArguments
 
 from data.settings import RunConfig
@@ -14,12 +12,14 @@ from eval.decoding.proposals import DraftProposer, TreeOptions
 from models.checkpoint import Drafter, load_drafter
 from models.configuration import DrafterSpec, build_drafter_config
 from models.drafter import DFlashDraftModel
+from tiny import EOS, MASK, VOCAB, tiny_target
 from training.checkpoints import newest_checkpoint
 from training.forward import capture_taps
 from training.initialise import initialise_from_target, zero_correction
 from training.progress import Progress
 from training.rows import TrainingRows
 from training.trainer import DrafterTrainer, NonFiniteLoss, summarise
+from training_runs import answer_rows
 
 
 @pytest.fixture(autouse=True)

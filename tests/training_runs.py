@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import yaml
-from tiny import EOS, MASK, VOCAB, tiny_target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from data.answers import AnswerRow
+from tiny import EOS, MASK, VOCAB, tiny_target
 
 ROOT = Path(__file__).resolve().parent.parent
 
