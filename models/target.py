@@ -203,6 +203,9 @@ def load_target(
         common["use_safetensors"] = True
     if attention:
         common["attn_implementation"] = attention
+    if device == "cpu":
+        # transformers repeats the key/value heads under a mask unless told that the kernel groups them itself.
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **common)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
     return Target(model.to(device), tokenizer, path)

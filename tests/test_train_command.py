@@ -73,6 +73,11 @@ def test_missing_config_file(capsys):
     assert "no such config file: nowhere.yaml" in fails(capsys, "nowhere.yaml")
 
 
+def test_missing_compiler(made, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no C++ compiler (no-such-compiler)" in fails(capsys, made[0])
+
+
 def test_fewer_rows_than_ranks(tmp_path, capsys, monkeypatch):
     config = write_run(tmp_path, answer_rows(2))
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from data.answers import AnswerRow, read_answers, target_identity
+from data.environment import check_compiler
 from data.features import FOLDER, FeatureReader, resolve_taps
 from data.fetch_target import resolve_target
 from data.settings import RunConfig
@@ -70,6 +71,8 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     device = rank_device(config.device)
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" else "cuda")
     set_threads(device, local_ranks)
+    if device == "cpu":
+        check_compiler()
     arguments = check_training_options(config, device)
     spread_batch(arguments, config.global_batch_size, world_size)
     _check_output(config)

@@ -76,6 +76,15 @@ class TreeCache:
             rows[:, :, :, start : start + count] = rows.index_select(3, index)
         self.lengths[request] += count
 
+    # What transformers asks a cache when it builds a causal mask itself (one request, so that nothing is ragged).
+    is_compileable = False
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """transformers asks for it; positions are always given explicitly."""
         return max(self.lengths)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(columns that the forward sees, column of the first of them)."""
+        return self._width, 0

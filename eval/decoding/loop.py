@@ -98,7 +98,8 @@ class Batch:
             ids_RS.to(device),
             self.proposer.tap_ids,
             position_ids=positions_RS,
-            mask=causal_mask(lengths_R, width),
+            # One request is plainly causal: without a mask of ours the kernels skip masking, as in `generate`.
+            mask=None if len(lengths) == 1 else causal_mask(lengths_R, width),
             cache=self.cache,
             with_logits=False,
             with_final=True,
@@ -153,7 +154,7 @@ class Batch:
             tokens_RM,
             self.proposer.tap_ids,
             position_ids=lengths_R[:, None] + depths_RM,
-            mask=tree_mask(parents_RM, lengths_R, width),
+            mask=None if tokens_RM.shape == (1, 1) else tree_mask(parents_RM, lengths_R, width),
             cache=self.cache,
         )
         return output, lengths_R
