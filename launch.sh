@@ -29,6 +29,8 @@ VENV=${VENV:-.venv}
 [[ $VENV == /* ]] || VENV=$PWD/$VENV
 py=$VENV/bin/python
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# Two environments that share torch's extension folder would rebuild DeepSpeed's operator for each other at every start.
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$VENV/torch_extensions}
 
 fail() { # one line for the user, exit code 2
   echo "setup: $*" >&2
