@@ -1,7 +1,7 @@
 """Evaluation: every method on the same held-out prompts, interleaved, through the one round loop.
 
     bash launch.sh eval [CONFIG] [--key value ...]
-    deepspeed eval/run_eval.py [CONFIG] [--key value ...]      # all GPUs: prompts are sharded, one rank writes the report
+    deepspeed eval/run_eval.py [CONFIG] [--key value ...]   # all GPUs: prompts sharded, one rank writes the report
 
 Resumable: every decoded request is appended to RUN/eval/rank-N.jsonl, and a rerun with the same settings decodes only
 what is missing. Results do not depend on the number of ranks: each request has its own random stream.
@@ -149,7 +149,8 @@ def load_questions(config: RunConfig, target: Target) -> list[Question]:
             questions.append(Question(name, prompt))
     if skipped:
         print(
-            f"eval: skipped {skipped} prompts that the template rejects or that exceed max_prompt_length {config.max_prompt_length}"
+            f"eval: skipped {skipped} prompts that the template rejects "
+            f"or that exceed max_prompt_length {config.max_prompt_length}"
         )
     if not questions:
         raise ValueError(f"benchmarks {config.benchmarks}: no prompt is left to evaluate")
@@ -293,8 +294,9 @@ def find_divergences(session: Session, store: Store) -> list[Divergence]:
 def fingerprint(config: RunConfig, drafter_folder: str) -> str:
     """Hash of everything that decides what is decoded: options, target, and the drafter's weights."""
     names = (
-        "target", "device", "dtype", "seed", "prompts", "max_prompt_length", "benchmarks", "eval_prompts", "max_new_tokens",
-        "methods", "temperatures", "budget", "width", "candidates", "beta", "choose_budget", "near_tie",
+        "target", "device", "dtype", "seed", "prompts", "max_prompt_length", "benchmarks", "eval_prompts",
+        "max_new_tokens", "methods", "temperatures", "budget", "width", "candidates", "beta", "choose_budget",
+        "near_tie",
     )  # fmt: skip
     digest = hashlib.sha256(json.dumps({n: getattr(config, n) for n in names}, sort_keys=True).encode())
     for name in ("config.json", "model.safetensors"):

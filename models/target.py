@@ -140,8 +140,8 @@ def refuse_recurrent(config) -> None:
     kinds = [k for k in (getattr(config, "layer_types", None) or ()) if any(r in k for r in _RECURRENT)]
     if kinds or "mamba" in config.model_type:
         raise ValueError(
-            f"target {config.model_type!r} has recurrent layers ({kinds[0] if kinds else 'mamba'}): its state cannot be "
-            "rolled back after a rejected draft, so it cannot be verified; choose a target with attention layers only"
+            f"target {config.model_type!r} has recurrent layers ({kinds[0] if kinds else 'mamba'}): its state "
+            "cannot be rolled back after a rejected draft, so it cannot be verified; choose one with attention only"
         )
 
 

@@ -1,12 +1,12 @@
 """The budget follows measured cost and acceptance, and equals what smaller trees would really have accepted."""
 
 import pytest
-from tiny import tiny_drafter, tiny_target
 
 from eval.budget import choose_budget, tau_at, verify_cost
 from eval.decoding.loop import Answer, Request, generate
 from eval.decoding.proposals import DraftProposer, TreeOptions
 from eval.records import RoundRecord
+from tiny import tiny_drafter, tiny_target
 
 
 def answer(ranks):

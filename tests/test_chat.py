@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
-from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 from data.chat import TemplateRejected, encode_prompt, messages_of, template_fingerprint
+from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 

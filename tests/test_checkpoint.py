@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 
 from models.checkpoint import (
     check_same_spec,
@@ -17,6 +16,7 @@ from models.checkpoint import (
 )
 from models.configuration import DrafterSpec, build_drafter_config
 from models.drafter import DFlashDraftModel
+from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 50000.0}
 

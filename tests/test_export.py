@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 
 from data.settings import RunConfig
 from eval import report
@@ -16,6 +15,7 @@ from eval.export import export, main
 from eval.records import Generation, RoundRecord
 from models.attention import block_mask
 from models.checkpoint import load_drafter, save_draft_ids
+from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 
 PROMPT = [5, 9, 12, 7]
 NEW_TOKENS = 24

@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_target
-from tiny_tokenizer import tiny_tokenizer
 
 from data import answers, features
 from data.features import FeatureReader, FeatureWriter, gather_taps, resolve_taps
 from data.regenerate import Question, answer_batch
 from data.settings import RunConfig
+from tiny import VOCAB, tiny_target
+from tiny_tokenizer import tiny_tokenizer
 
 TAPS = (0, 2)
 
@@ -110,9 +110,8 @@ def test_size_is_checked_before_the_first_byte(tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_disk_stops_the_stage_before_it_writes(tmp_path, monkeypatch, capsys):
-    from tiny_tokenizer import save_tiny_target
-
     from data.regenerate import main
+    from tiny_tokenizer import save_tiny_target
 
     (tmp_path / "p.jsonl").write_text('{"turns": ["hi"]}\n')
     words = ["--target", save_tiny_target(tmp_path / "t"), "--run_dir", str(tmp_path / "run"), "--device", "cpu"]

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_tokenizer import save_tiny_target
 
 import models.target
 from data import fetch_target
 from data.fetch_target import PACKAGED, cache_folder, main, resolve_target
 from data.settings import RunConfig
+from tiny_tokenizer import save_tiny_target
 
 NAME = "smollm2-135m-instruct"
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny import EOS, MASK, ScriptedProposer, ScriptedTarget, tiny_drafter, tiny_target
 
 from eval.decoding import loop
 from eval.decoding.cache import TreeCache
@@ -10,6 +9,7 @@ from eval.decoding.loop import Batch, Request, generate
 from eval.decoding.proposals import DraftProposer, NoProposer, TreeOptions, available_methods, make_proposer
 from eval.exactness import divergence
 from models.attention import tree_mask
+from tiny import EOS, MASK, ScriptedProposer, ScriptedTarget, tiny_drafter, tiny_target
 
 OPTIONS = TreeOptions(budget=16, width=4, candidates=8)
 REQUESTS = [Request([5, 6, 7], 10, 1), Request([9, 8, 7, 6, 5, 4], 16, 2), Request([3], 5, 3)]
@@ -136,7 +136,9 @@ def test_kept_kv_equals_sequential_decoding(method):
         mask = tree_mask(torch.zeros(1, 1, dtype=torch.long), torch.tensor([i]), width)
         target.forward(torch.tensor([[token]]), (), position_ids=position, mask=mask, cache=cache)
     count = len(ids)
-    torch.testing.assert_close(batch.cache.data_L2RHTE[..., :count, :], cache.data_L2RHTE[..., :count, :], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        batch.cache.data_L2RHTE[..., :count, :], cache.data_L2RHTE[..., :count, :], atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])

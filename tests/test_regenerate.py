@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import EOS, VOCAB, tiny_target
-from tiny_tokenizer import TEMPLATE, save_tiny_target, tiny_tokenizer
 
 from data import answers, regenerate
 from data.answers import AnswerRow, read_answers, read_rows
@@ -13,6 +11,8 @@ from data.chat import encode_prompt, messages_of
 from data.features import FeatureReader
 from data.regenerate import Question, answer_batch, cut_answer, main
 from data.settings import RunConfig
+from tiny import EOS, VOCAB, tiny_target
+from tiny_tokenizer import TEMPLATE, save_tiny_target, tiny_tokenizer
 
 TURNS = [["hi there"], ["what is 3?"], ["b", "c, then?"], ["forbidden word"], ["why? " * 20], ["x y z"], ["last one 9"]]
 

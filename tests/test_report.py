@@ -36,7 +36,8 @@ SUMMARY = {
     "benchmark": str, "temperature": float, "method": str, "budget": int, "prompts": int,
     "answers_without_rounds": int, "tau_mean": float, "tau_interval": list, "tau_rounds": float, "tau_trimmed": float,
     "tokens_per_second": float, "tokens_per_second_end_to_end": float, "speedup": float, "speedup_interval": list,
-    "speedup_mean_of_ratios": float, "speedup_after_first_draft": float, "ms_per_round": dict, "ms_per_round_total": float, "target_forwards": int,
+    "speedup_mean_of_ratios": float, "speedup_after_first_draft": float,
+    "ms_per_round": dict, "ms_per_round_total": float, "target_forwards": int,
     "acceptance": list, "accepted_histogram": list, "eos_share": float, "distinct_4gram": float, "diverged": int,
     "near_ties": int,
 }  # fmt: skip

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import yaml
-from tiny import MASK, tiny_drafter
-from tiny_tokenizer import save_tiny_target
 
 from eval import run_eval, verify
 from models.target import Target, load_target
+from tiny import MASK, tiny_drafter
+from tiny_tokenizer import save_tiny_target
 
 
 @pytest.fixture
@@ -114,7 +114,13 @@ def test_verify_passes_and_catches_a_planted_fault(run, monkeypatch, capsys):
     words = [config, "--methods", "all"]
     assert verify.main(words) == 0
     rows = json.loads((folder / "verify.json").read_text())["rows"]
-    assert {row["method"] for row in rows} >= {"dflash_chain", "domino_chain", "ddtree", "per_node_serial", "dartree_pruned"}
+    assert {row["method"] for row in rows} >= {
+        "dflash_chain",
+        "domino_chain",
+        "ddtree",
+        "per_node_serial",
+        "dartree_pruned",
+    }
     assert all(row["rounds"] > 0 and row["proposed"] > 0 and not row["differences"] for row in rows)
 
     original = verify.generate

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -11,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from models.checkpoint import check_against_target, check_mask_token, fit_to_target
 from models.configuration import DrafterSpec
 from models.target import Target, load_target
+from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 
 
 @pytest.mark.parametrize(

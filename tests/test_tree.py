@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_drafter, tiny_target
 
 from eval.decoding.tree import (
     Draft,
@@ -20,6 +19,7 @@ from eval.decoding.tree import (
     per_node_serial,
     prune,
 )
+from tiny import tiny_drafter, tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def random_supertree(rng_values: list[float], width: int, depths: int) -> Tree:
     previous = [(0, 0.0)]
     for depth in range(1, depths + 1):
         level = []
-        for i in range(width):
+        for _ in range(width):
             parent, score = previous[int(next(values) * 1000) % len(previous)]
             # Few distinct steps, so that ties are common.
             score = score - round(next(values) * 3) / 2

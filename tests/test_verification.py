@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny import tiny_drafter, tiny_target
 
 from eval.decoding import loop
 from eval.decoding.loop import Request, generate
 from eval.decoding.proposals import TreeOptions, available_methods, make_proposer
 from eval.decoding.tree import Tree
 from eval.decoding.verification import Verification, choose_tokens, verify
+from tiny import tiny_drafter, tiny_target
 
 V = 3
 
@@ -51,7 +51,7 @@ def branching_tree(rows):
 
 
 def simulate(verify_function, shape, draws=400_000):
-    """Empirical distribution of the first three tokens through the pure function, and the share that accepted a draft."""
+    """Distribution of the first three tokens through the pure function, and the share that accepted a draft."""
     table = language()
     draft_logits = torch.tensor([[2.0, 0.5, 0.0], [0.0, 1.5, 1.0]])
     generator = torch.Generator().manual_seed(1)

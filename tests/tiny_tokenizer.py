@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny import EOS, MASK, PAD, VOCAB, tiny_target
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tiny import EOS, MASK, PAD, VOCAB, tiny_target
 
 # Thinking is on unless the caller says otherwise, as in the templates of thinking models.
 TEMPLATE = (

@@ -89,7 +89,7 @@ class Batch:
         lengths = [len(r.prompt_ids) for r in self.requests]
         device, width = self.target.device, max(lengths)
         ids_RS = torch.zeros(len(lengths), width, dtype=torch.long)
-        for row, request in zip(ids_RS, self.requests):
+        for row, request in zip(ids_RS, self.requests, strict=True):
             row[: len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
         positions_RS = torch.arange(width, device=device).expand(len(lengths), -1)
         lengths_R = torch.tensor(lengths, device=device)
@@ -109,7 +109,7 @@ class Batch:
         for r, length in enumerate(lengths):
             self.cache.lengths[r] = length
         elapsed = self.clock.now() - start
-        for answer, request, token in zip(self.answers, self.requests, first_R.tolist()):
+        for answer, request, token in zip(self.answers, self.requests, first_R.tolist(), strict=True):
             answer.prefill_seconds, answer.target_forwards = elapsed, 1
             self._emit(answer, [token], request)
         self.started = self.clock.now()

@@ -152,7 +152,7 @@ def batched_tree(draft: Draft, drafter: Drafter, embed, widths: list[int], candi
         if head is not None and t + 1 < depths:
             chosen = state.gather(1, from_RW[..., None].expand(-1, -1, state.shape[-1]))
             state = head.advance(chosen, token_RW, embed, slots[:, t, None])
-    tokens, parents, depth, score = (torch.cat(parts, dim=1) for parts in zip(*levels))
+    tokens, parents, depth, score = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     return Tree(tokens, parents, depth, score, torch.zeros_like(tokens), [tokens.shape[1]] * requests)
 
 
@@ -245,7 +245,7 @@ def ddtree(draft: Draft, drafter: Drafter, budget: int) -> Tree:
     grown = []
     for r in range(requests):
         families = [(tokens[r][t], logprobs[r][t], lambda place: None) for t in range(depths)]
-        grown.append(best_first(lambda depth, _state: families[depth - 1], None, depths, budget))
+        grown.append(best_first(lambda depth, _, families=families: families[depth - 1], None, depths, budget))
     return _from_nodes(grown, draft.anchor_R.device)
 
 

@@ -70,7 +70,7 @@ def verify(logits_RMV: Tensor, tree: Tree, temperature: float, uniforms_RS: Tens
         else:
             found_R, place_R = torch.zeros_like(alive), torch.zeros_like(rows)
         for r, (lives, token, found, place) in enumerate(
-            zip(alive.tolist(), token_R.tolist(), found_R.tolist(), place_R.tolist())
+            zip(alive.tolist(), token_R.tolist(), found_R.tolist(), place_R.tolist(), strict=True)
         ):
             if lives:
                 emitted[r].append(token)
