@@ -11,6 +11,7 @@ def markdown(results: dict) -> str:
         parts.append(summary_table(results, benchmark, temperature))
         parts.append(_quality_lines(results, benchmark, temperature))
         parts.append(differences_table(results, benchmark, temperature))
+    parts.append(budget_table(results["settings"].get("budget_choice")))
     parts.append("## Settings\n\n" + settings_lines(results["settings"]))
     return "\n".join(part for part in parts if part)
 
@@ -64,6 +65,22 @@ def differences_table(results: dict, benchmark: str, temperature: float) -> str:
     return text + table(["pair", "tau", "95 %", "speed-up", "95 %"], body)
 
 
+def budget_table(choice: dict | None) -> str:
+    """How the budget of this machine was chosen, in the fields of eval/budget.py."""
+    if not choice:
+        return ""
+    body = [
+        [str(row["budget"]), number(row["tau"], 2)]
+        + [number(row[key], 1) for key in ("verify_ms", "round_ms", "tokens_per_second")]
+        for row in choice["curve"]
+    ]
+    text = (
+        f"## Budget\n\nB={choice['budget']} has the most expected tokens per measured second on this machine; tau is that "
+        "of training prompts, no evaluated prompt took part:\n\n"
+    )
+    return text + table(["B", "tau", "verify ms", "round ms", "tokens/s"], body)
+
+
 def _quality_lines(results: dict, benchmark: str, temperature: float) -> str:
     lines = []
     for row in rows_of(results, "quality", benchmark, temperature):
@@ -82,8 +99,9 @@ def _quality_lines(results: dict, benchmark: str, temperature: float) -> str:
 def settings_lines(settings: dict) -> str:
     """One list item a setting; what the results hold in full (provenance) is named only."""
     hardware, versions = settings.get("hardware") or {}, settings.get("versions") or {}
+    hidden = ("hardware", "versions", "provenance", "engine", "budget_choice", "fingerprint")
     shown = {
-        **{k: v for k, v in settings.items() if k not in ("hardware", "versions", "provenance", "engine")},
+        **{k: v for k, v in settings.items() if k not in hidden},
         "engine of the training": settings.get("engine"),
         "hardware": ", ".join(f"{k} {_plain(v)}" for k, v in hardware.items() if v not in (None, [], "")),
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),

@@ -58,6 +58,7 @@ def test_eval_reports_resumes_and_stops_when_done(run, capsys):
     assert all(r["diverged"] == 0 for (temperature, *_), r in rows.items() if temperature == 0)
     assert results["quality"][0]["ar_over_generate"] > 0
     assert results["settings"]["budget_choice"]["budget"] in (4, 8)
+    assert "has the most expected tokens per measured second" in (folder / "report.md").read_text()
     # The second turn follows AR's own answer: its prompt is longer for everyone.
     lines = [json.loads(line) for line in (folder / "eval" / "rank-0.jsonl").read_text().splitlines()[1:]]
     turns = {line["key"][1]: line["prompt_ids"] for line in lines if "generation" in line}
