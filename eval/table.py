@@ -75,8 +75,8 @@ def budget_table(choice: dict | None) -> str:
         for row in choice["curve"]
     ]
     text = (
-        f"## Budget\n\nB={choice['budget']} has the most expected tokens per measured second on this machine; tau is that "
-        "of training prompts, no evaluated prompt took part:\n\n"
+        f"## Budget\n\nB={choice['budget']} has the most expected tokens per measured second here; tau is that of "
+        "training prompts, no evaluated prompt took part:\n\n"
     )
     return text + table(["B", "tau", "verify ms", "round ms", "tokens/s"], body)
 
