@@ -92,8 +92,9 @@ class Divergence:
 
     def to_dict(self) -> dict:
         # JSON knows no infinity: null stands for it.
-        return {**asdict(self), "gap": self.gap if math.isfinite(self.gap) else None}
+        finite = self.gap is not None and math.isfinite(self.gap)
+        return {**asdict(self), "gap": self.gap if finite else None}
 
     @classmethod
     def from_dict(cls, data: dict) -> Divergence:
-        return cls(**{**data, "gap": math.inf if data["gap"] is None else data["gap"]})
+        return cls(**data)

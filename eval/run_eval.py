@@ -14,59 +14,27 @@ import json
 import os
 import random
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script by DeepSpeed's launcher
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data.chat import TemplateRejected, encode_prompt, messages_of
-from data.environment import choose_device
-from data.fetch_target import resolve_target
-from data.prompts import Prompt, load_prompts
 from data.settings import RunConfig, run_stage
 from eval.baseline import time_generate
 from eval.budget import SIZES, BudgetChoice, choose_budget, verify_cost
 from eval.decoding.loop import Request, generate
-from eval.decoding.proposals import TREES, TreeOptions, available_methods, make_proposer
 from eval.exactness import divergence
 from eval.records import Divergence, Generation
 from eval.report import build_results, collect_settings, read_results, write_report
+from eval.session import Question, Session, chosen_methods, load_questions, load_session
 from eval.store import Store
-from models.checkpoint import Drafter, finished_drafter, fit_to_target, load_drafter
-from models.target import Target, choose_dtype, load_target
+from models.checkpoint import DRAFT_VOCABULARY, finished_drafter
 
 GENERATE = "target.generate"  # transformers' own greedy loop, timed beside AR
-
-
-@dataclass
-class Question:
-    """One turn to answer: its prompt, and where it came from."""
-
-    benchmark: str
-    prompt: Prompt
-
-
-@dataclass
-class Session:
-    """Everything that decoding needs, loaded once."""
-
-    config: RunConfig
-    target: Target
-    drafter: Drafter
-    drafter_folder: str
-    rank: int = 0
-    ranks: int = 1
-
-    def options(self, budget: int | None = None) -> TreeOptions:
-        c = self.config
-        return TreeOptions(budget or c.budget, c.width, c.candidates, c.beta)
-
-    def proposer(self, method: str, budget: int):
-        return make_proposer(self.target, self.drafter, method, self.options(budget))
 
 
 def main(argv: list[str]) -> int:
@@ -83,17 +51,18 @@ def evaluate(config: RunConfig) -> None:
         print_0(f"eval: finished already, see {config.path('report.md')}")
         return
     session = load_session(config, folder, rank, ranks)
-    if ranks > 1:
-        dist.init_process_group("gloo")
     methods = chosen_methods(config, session.drafter.spec.head_type)
-    questions = load_questions(config, session.target)
+    questions = load_questions(session)
+    if ranks > 1:
+        # A rank may finish its share long before the others.
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
     store = Store(config, mark, rank)
     choice = (
         _shared(lambda: choose(session, store), session)
         if "dartree_pruned" in methods and config.choose_budget
         else None
     )
-    plans = [(m, _budget(m, session)) for m in methods]
+    plans = [(m, session.budget_of(m)) for m in methods]
     if choice is not None and choice.budget != config.budget:
         plans.append(("dartree_pruned", choice.budget))
     warm_up(session, plans)
@@ -106,78 +75,21 @@ def evaluate(config: RunConfig) -> None:
         dist.destroy_process_group()
 
 
-def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: int = 1) -> Session:
-    """Loads target and drafter in one dtype and checks that they belong together."""
-    device = choose_device(config.device)
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        torch.cuda.set_device(device)
-    elif ranks > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
-    dtype = choose_dtype(config.dtype, device)
-    target = load_target(resolve_target(config), dtype, device, config.trust_remote_code)
-    drafter = fit_to_target(load_drafter(drafter_folder, dtype, device), target)
-    return Session(config, target, drafter, drafter_folder, rank, ranks)
-
-
-def chosen_methods(config: RunConfig, head_type: str) -> list[str]:
-    """`all`, or the named methods with `ar` always among them (everything is compared with it)."""
-    possible = available_methods(head_type)
-    if config.methods == ["all"]:
-        return possible
-    for method in config.methods:
-        if method not in possible:
-            raise ValueError(
-                f"methods: {method!r} is not among {', '.join(possible)} for a drafter with head {head_type!r}"
-            )
-    return [m for m in possible if m == "ar" or m in config.methods]
-
-
-def load_questions(config: RunConfig, target: Target) -> list[Question]:
-    """The held-out prompts of every benchmark; too long ones are counted and left out."""
-    questions, skipped = [], 0
-    for source in config.benchmarks:
-        name = Path(source).stem if source.endswith(".jsonl") else source
-        for prompt in load_prompts(source, config.eval_prompts, config.seed, "eval"):
-            try:
-                ids = encode_prompt(target.tokenizer, messages_of(prompt.turns[:1], []))
-            except TemplateRejected:
-                ids = None
-            if ids is None or len(ids) > config.max_prompt_length:
-                skipped += 1
-                continue
-            questions.append(Question(name, prompt))
-    if skipped:
-        print(
-            f"eval: skipped {skipped} prompts that the template rejects "
-            f"or that exceed max_prompt_length {config.max_prompt_length}"
-        )
-    if not questions:
-        raise ValueError(f"benchmarks {config.benchmarks}: no prompt is left to evaluate")
-    return questions
-
-
-def _budget(method: str, session: Session) -> int:
-    if method == "ar":
-        return 0
-    return session.config.budget if method in TREES else session.drafter.spec.num_proposals
-
-
 def choose(session: Session, store: Store) -> BudgetChoice:
     """The budget for this machine, from training prompts only; kept for a resumed evaluation."""
     if store.choice is not None:
         return store.choice
     config = session.config
-    prompts = load_prompts(config.prompts, 8, config.seed, "train")
     answers = []
-    for prompt in tqdm(prompts, desc="budget: acceptance on training prompts", disable=session.rank > 0):
-        ids = encode_prompt(session.target.tokenizer, messages_of(prompt.turns[:1], []))
+    prompts = session.training_prompts(8, config.seed)
+    for ids in tqdm(prompts, desc="budget: acceptance on training prompts"):
         proposer = session.proposer("dartree_pruned", config.budget)
         answers += generate(session.target, proposer, [Request(ids, min(48, config.max_new_tokens))])
-    sizes = [s for s in SIZES if s <= config.budget]
+    sizes = [*(s for s in SIZES if s < config.budget), config.budget]
     context = len(ids) + config.max_new_tokens // 2
+    # The first answer warms up.
     choice = choose_budget(
-        answers[1:], verify_cost(session.target, session.drafter.spec.target_layer_ids, sizes, context)
+        answers[1:] or answers, verify_cost(session.target, session.drafter.spec.target_layer_ids, sizes, context)
     )
     store.save_choice(choice)
     return choice
@@ -193,8 +105,7 @@ def _shared(compute, session: Session):
 
 def warm_up(session: Session, plans: list[tuple[str, int]]) -> None:
     """Every method once on a training prompt, unrecorded: allocators, kernels and caches are then warm for all."""
-    prompt = load_prompts(session.config.prompts, 1, session.config.seed + 1, "train")[0]
-    ids = encode_prompt(session.target.tokenizer, messages_of(prompt.turns[:1], []))
+    ids = session.training_prompts(1, session.config.seed + 1)[0]
     for method, budget in plans:
         generate(session.target, session.proposer(method, budget), [Request(ids, 12)])
     time_generate(session.target, ids, 12)
@@ -215,8 +126,9 @@ def run_question(session: Session, store: Store, question: Question, plans, temp
     history: list[str] = []
     tokenizer, config = session.target.tokenizer, session.config
     for turn in range(len(question.prompt.turns)):
-        ids = encode_prompt(tokenizer, messages_of(question.prompt.turns[: turn + 1], history))
-        if len(ids) > config.max_prompt_length:
+        ids = session.usable_ids(question.prompt.turns[: turn + 1], history)
+        if ids is None:
+            tqdm.write(f"eval: {question.prompt.id} ends before turn {turn + 1}: rejected or too long")
             return
         prompt_id = question.prompt.id if len(question.prompt.turns) == 1 else f"{question.prompt.id}/{turn + 1}"
         seed = f"{config.seed}/{question.benchmark}/{prompt_id}/{temperature:g}"
@@ -300,9 +212,11 @@ def fingerprint(config: RunConfig, drafter_folder: str) -> str:
     )  # fmt: skip
     digest = hashlib.sha256(json.dumps({n: getattr(config, n) for n in names}, sort_keys=True).encode())
     for name in ("config.json", "model.safetensors"):
+        if not os.path.isfile(os.path.join(drafter_folder, name)):
+            raise ValueError(f"drafter: {drafter_folder} holds no {name}")
         with open(os.path.join(drafter_folder, name), "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    for source in config.benchmarks:
+    for source in (*config.benchmarks, config.prompts, os.path.join(drafter_folder, DRAFT_VOCABULARY)):
         if os.path.isfile(source):
             digest.update(Path(source).read_bytes())
     return digest.hexdigest()

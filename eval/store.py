@@ -15,10 +15,13 @@ from .records import Generation
 
 
 class Store:
-    """What has been decoded, appended to a file of this rank as it comes and read back from all ranks' files."""
+    """What has been decoded, appended to a file of this rank as it comes and read back from all ranks' files.
+
+    Each fingerprint of settings has its own folder, so that no evaluation removes what another one decoded.
+    """
 
     def __init__(self, config: RunConfig, mark: str, rank: int):
-        self.folder = Path(config.path("eval"))
+        self.folder = Path(config.path("eval", mark[:12]))
         make_folder(str(self.folder), "run_dir")
         self.path = self.folder / f"rank-{rank}.jsonl"
         self.generations: dict[tuple, Generation] = {}
@@ -26,20 +29,15 @@ class Store:
         self.generate_times: dict[tuple, tuple[int, float]] = {}
         self.choice: BudgetChoice | None = None
         for path in sorted(self.folder.glob("rank-*.jsonl")):
-            self._read(path, mark)
-        if not self.path.exists():
-            self.path.write_text(json.dumps({"fingerprint": mark}) + "\n")
+            self._read(path)
 
-    def _read(self, path: Path, mark: str) -> None:
-        """Takes over the lines of an interrupted run; other settings' files are removed, a half-written line is cut."""
+    def _read(self, path: Path) -> None:
+        """Takes over an interrupted run. Only the rank that owns a file cuts its half-written last line."""
         lines = path.read_bytes().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
-        if not whole or json.loads(whole[0]).get("fingerprint") != mark:
-            path.unlink()
-            return
-        if len(whole) < len(lines):
+        if len(whole) < len(lines) and path == self.path:
             path.write_bytes(b"".join(whole))
-        for line in whole[1:]:
+        for line in whole:
             row = json.loads(line)
             if "choice" in row:
                 self.choice = BudgetChoice(**row["choice"])

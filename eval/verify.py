@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,12 +23,14 @@ from data.answers import make_folder
 from data.chat import encode_prompt, messages_of
 from data.prompts import load_prompts
 from data.settings import RunConfig, run_stage
-from eval.decoding.loop import Request, generate
+from eval.decoding.loop import Answer, Request, generate
 from eval.environment import hardware, versions
 from eval.exactness import divergence
+from eval.records import Divergence
 from eval.report import write_whole
-from eval.run_eval import Session, chosen_methods, load_session
+from eval.session import Session, chosen_methods, load_session
 from models.checkpoint import Drafter, finished_drafter
+from models.target import Target
 
 TRAINED, RANDOM = (50, 32), (8, 16)  # prompts, tokens
 
@@ -56,6 +58,8 @@ def verify_run(config: RunConfig) -> None:
     make_folder(config.run_dir, "run_dir")
     write_whole(Path(config.path("verify.json")), json.dumps(result, indent=1) + "\n")
     print(table(rows))
+    if len(rows) == 2:  # ar alone, for both drafters
+        raise ValueError(f"methods {' '.join(config.methods)}: there is nothing to compare with ar")
     problems = [fault for row in rows for fault in faults(row)]
     if problems:
         raise Failed("; ".join(problems))
@@ -75,46 +79,76 @@ def random_drafter(drafter: Drafter) -> Drafter:
 def compare(session: Session, name: str, prompts: int, tokens: int) -> list[dict]:
     """Greedy text of every method against AR's: a row a method."""
     config, target = session.config, session.target
-    methods = chosen_methods(config, session.drafter.spec.head_type)[1:]
-    rows = {
-        m: {
-            "drafter": name,
-            "method": m,
-            "prompts": 0,
-            "tokens": 0,
-            "rounds": 0,
-            "proposed": 0,
-            "accepted": 0,
-            "differences": [],
-        }
-        for m in methods
-    }
+    methods = chosen_methods(config, session.drafter.spec.head_type)
+    rows = {method: Row(name, method) for method in methods}
     for prompt in tqdm(load_prompts("builtin", prompts, config.seed, "eval"), desc=f"verify, {name} drafter"):
         ids = encode_prompt(target.tokenizer, messages_of(prompt.turns[:1], []))
         ar = generate(target, session.proposer("ar", 0), [Request(ids, tokens)])[0]
         for method in methods:
-            answer = generate(target, session.proposer(method, config.budget), [Request(ids, tokens)])[0]
-            row = rows[method]
-            row["prompts"] += 1
-            row["tokens"] += len(answer.tokens)
-            row["rounds"] += len(answer.rounds)
-            row["proposed"] += sum(r.proposed for r in answer.rounds)
-            row["accepted"] += sum(r.accepted for r in answer.rounds)
-            found = divergence(
-                target, ids, ar.tokens, answer.tokens, config.near_tie, prompt_id=prompt.id, method=method
-            )
-            if found is not None:
-                row["differences"].append(found.to_dict())
-    return list(rows.values())
+            if method == "ar":
+                # Our AR is the reference of the methods, transformers' own loop is the reference of our AR.
+                answer, expected = ar, greedy(target, ids, tokens)
+            else:
+                answer = generate(target, session.proposer(method, config.budget), [Request(ids, tokens)])[0]
+                expected = ar.tokens
+            names = {"prompt_id": prompt.id, "method": method}
+            rows[method].add(answer, divergence(target, ids, expected, answer.tokens, config.near_tie, **names))
+    return [row.to_dict() for row in rows.values()]
+
+
+@dataclass
+class Row:
+    """What one method did over all prompts."""
+
+    drafter: str
+    method: str
+    prompts: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    differences: list[Divergence] = field(default_factory=list)
+
+    def add(self, answer: Answer, difference: Divergence | None) -> None:
+        self.prompts += 1
+        self.tokens += len(answer.tokens)
+        self.rounds += len(answer.rounds)
+        self.proposed += sum(r.proposed for r in answer.rounds)
+        self.accepted += sum(r.accepted for r in answer.rounds)
+        self.differences += [difference] if difference else []
+
+    def to_dict(self) -> dict:
+        return {**vars(self), "differences": [d.to_dict() for d in self.differences]}
+
+
+def greedy(target: Target, ids: list[int], tokens: int) -> list[int]:
+    """Greedy text of transformers' own loop, without the repetition penalties that a generation_config may set."""
+    prompt = torch.tensor([ids], device=target.device)
+    output = target.model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        do_sample=False,
+        repetition_penalty=1.0,
+        pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
+    )
+    return output[0, len(ids) :].tolist()
 
 
 def faults(row: dict) -> list[str]:
     """What is wrong with a row, in words."""
     who = f"{row['method']} ({row['drafter']} drafter)"
     real = [d for d in row["differences"] if not d["near_tie"]]
-    found = [f"{who} differs from AR in {len(real)} of {row['prompts']} prompts beyond near ties"] if real else []
+    reference = "target.generate" if row["method"] == "ar" else "AR"
+    found = (
+        [f"{who} differs from {reference} in {len(real)} of {row['prompts']} prompts beyond near ties"] if real else []
+    )
+    if row["method"] == "ar":
+        return found
     if not row["rounds"] or not row["proposed"]:
         found.append(f"{who} ran {row['rounds']} rounds and proposed {row['proposed']} tokens: nothing was verified")
+    if row["drafter"] == "trained" and not row["accepted"]:
+        found.append(f"{who} had no token accepted: the drafter or its layout is wrong, and little was verified")
     return found
 
 

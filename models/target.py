@@ -37,6 +37,7 @@ class Target:
         model: the transformers module.
         tokenizer: its tokenizer, or None.
         eos_ids: every id that ends an answer, from generation_config and config.
+        forwards: number of forwards so far.
     """
 
     def __init__(self, model: nn.Module, tokenizer=None, path: str = ""):
@@ -45,6 +46,7 @@ class Target:
         self.config = model.config.get_text_config()
         refuse_recurrent(self.config)
         self.eos_ids = _eos_ids(model)
+        self.forwards = 0
         self._rows: dict[int, Tensor] = {}
 
     @property
@@ -66,7 +68,10 @@ class Target:
 
     @property
     def max_length(self) -> int:
-        return self.config.max_position_embeddings
+        """Positions that can be served. Trees are not masked by a sliding window yet, so a window is a limit too."""
+        window, kinds = getattr(self.config, "sliding_window", None), getattr(self.config, "layer_types", None)
+        limit = self.config.max_position_embeddings
+        return min(limit, window) if window and (kinds is None or "sliding_attention" in kinds) else limit
 
     def embed(self, ids: Tensor) -> Tensor:
         """The target's own input embeddings [..., D], with the scale that some families apply in the module."""
@@ -92,8 +97,20 @@ class Target:
     def _head_rows(self, ids: Tensor) -> Tensor:
         # The draft vocabulary is one tensor for the whole run: gather its rows of the head once.
         if id(ids) not in self._rows:
-            self._rows = {id(ids): (ids, self.model.get_output_embeddings().weight[ids].contiguous())}
+            weight = self.model.get_output_embeddings().weight
+            # Ids ascend: when they are the first ones, as for a padded table, a view saves a second copy of the head.
+            first = int(ids[-1]) + 1 == len(ids)
+            self._rows = {id(ids): (ids, weight[: len(ids)] if first else weight[ids].contiguous())}
         return self._rows[id(ids)][1]
+
+    @torch.inference_mode()
+    def check_logits(self) -> None:
+        """Raises ValueError for a family that scales its logits in a way that `logits` does not know."""
+        ids = torch.tensor([[0, self.vocab_size - 1]], device=self.device)
+        theirs = self.model(input_ids=ids).logits.float()
+        ours = self.forward(ids, ()).logits.float()
+        if not torch.allclose(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max())):
+            raise ValueError(f"target {self.config.model_type!r} computes its logits in a way that is not supported")
 
     @torch.inference_mode()
     def forward(
@@ -119,6 +136,7 @@ class Target:
             mask = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(
                 ~mask, torch.finfo(self.dtype).min
             )
+        self.forwards += 1
         output = self.model.base_model(
             input_ids=input_ids,
             attention_mask=mask,
@@ -208,7 +226,9 @@ def load_target(
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **common)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
-    return Target(model.to(device), tokenizer, path)
+    target = Target(model.to(device), tokenizer, path)
+    target.check_logits()
+    return target
 
 
 def convert_gguf(gguf: str, output: str) -> None:

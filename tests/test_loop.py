@@ -8,6 +8,7 @@ from eval.decoding.cache import TreeCache
 from eval.decoding.loop import Batch, Request, generate
 from eval.decoding.proposals import DraftProposer, NoProposer, TreeOptions, available_methods, make_proposer
 from eval.exactness import divergence
+from eval.records import Divergence
 from models.attention import tree_mask
 from tiny import EOS, MASK, ScriptedProposer, ScriptedTarget, tiny_drafter, tiny_target
 
@@ -60,8 +61,8 @@ def test_every_method_emits_the_targets_tokens(family, shift, head, temperature)
     assert accepted > 0
 
 
-def test_a_drafter_that_knows_the_script_is_accepted_whole():
-    """Blocks of a scripted target, next = prev + 1, in both layouts: B_k or B_k - 1 tokens and the bonus a round."""
+def test_a_chain_that_knows_the_script_is_accepted_whole():
+    """Four proposals and the bonus token in one round, two target forwards in all."""
     target = ScriptedTarget([(i + 1) % 64 for i in range(64)])
     answer = generate(target, ScriptedProposer([11, 12, 13, 14]), [Request([8, 9], 6)])[0]
     assert answer.tokens == [10, 11, 12, 13, 14, 15]
@@ -83,6 +84,16 @@ def test_eos_inside_a_block_and_length_limits(limit):
     assert 1 + sum(r.emitted for r in answer.rounds) == len(answer.tokens)
     if limit > 1:
         assert answer.rounds[0].accepted == 4  # untrimmed, as published taus count
+
+
+def test_a_hidden_forward_of_the_target_is_caught():
+    """Target forwards == rounds + 1 is counted at the target, so that no method can hide one."""
+    target = tiny_target()
+    proposer = DraftProposer(target, tiny_drafter(target), "ddtree", OPTIONS)
+    build = proposer.build
+    proposer.build = lambda draft: target.forward(torch.tensor([[3]]), ()) and build(draft)
+    with pytest.raises(AssertionError):
+        generate(target, proposer, [REQUESTS[0]])
 
 
 def test_eos_as_the_very_first_token_runs_no_round():
@@ -198,6 +209,31 @@ def test_bf16_divergences_are_near_ties():
             differences += 1
             assert found.near_tie, found
     assert differences < 30
+
+
+def test_a_tie_of_bf16_logits_is_near_and_a_wide_gap_is_not():
+    target = tiny_target(dtype=torch.bfloat16)
+    head = target.model.lm_head.weight.data
+    head[10] = head[11]
+    prompt = [5, 6]
+    tie = divergence(target, prompt, [10, 3], [11, 3], 1e-4, prompt_id="p", method="m")
+    assert (tie.gap, tie.near_tie) == (0.0, True)
+    logits = target.forward(torch.tensor([prompt]), (), keep=1).logits[0, -1].float()
+    wide = divergence(target, prompt, [int(logits.argmax())], [int(logits.argmin())], 1e-4, prompt_id="p", method="m")
+    assert not wide.near_tie
+    shorter = divergence(target, prompt, [10, 3], [10], 1e-4, prompt_id="p", method="m")
+    assert Divergence.from_dict(shorter.to_dict()) == shorter and shorter.gap is None
+
+
+def test_a_sliding_window_limits_what_can_be_served():
+    """Trees are not masked by a window yet: beyond it a target is refused instead of decoded wrongly."""
+    target = tiny_target()
+    assert target.max_length == 512
+    target.config.sliding_window, target.config.layer_types = 32, ["full_attention"] * 4
+    assert target.max_length == 512
+    target.config.layer_types = ["sliding_attention", *["full_attention"] * 3]
+    with pytest.raises(ValueError, match="the target has 32"):
+        generate(target, NoProposer(), [Request([5] * 30, 8)])
 
 
 def test_a_real_difference_is_not_called_a_near_tie():

@@ -3,19 +3,19 @@
 import json
 
 import pytest
+import torch
 import yaml
 
 from eval import run_eval, verify
 from models.target import Target, load_target
 from tiny import MASK, tiny_drafter
 from tiny_tokenizer import save_tiny_target
+from training_runs import run_ranks
 
 
 @pytest.fixture
 def run(tmp_path):
     """A config file with a saved target, a saved drafter and a two-turn benchmark."""
-    import torch
-
     folder = save_tiny_target(tmp_path / "target")
     target: Target = load_target(folder, torch.float32)
     drafter = tiny_drafter(target)
@@ -60,13 +60,13 @@ def test_eval_reports_resumes_and_stops_when_done(run, capsys):
     assert results["settings"]["budget_choice"]["budget"] in (4, 8)
     assert "has the most expected tokens per measured second" in (folder / "report.md").read_text()
     # The second turn follows AR's own answer: its prompt is longer for everyone.
-    lines = [json.loads(line) for line in (folder / "eval" / "rank-0.jsonl").read_text().splitlines()[1:]]
+    lines = [json.loads(line) for line in next((folder / "eval").glob("*/rank-0.jsonl")).read_text().splitlines()]
     turns = {line["key"][1]: line["prompt_ids"] for line in lines if "generation" in line}
     assert any(name.endswith("/2") for name in turns)
 
     # A kill in the middle of a line: the half line is cut, and only what is missing is decoded again.
     (folder / "results.json").unlink()
-    store = folder / "eval" / "rank-0.jsonl"
+    store = next((folder / "eval").glob("*/rank-0.jsonl"))
     whole = store.read_bytes().splitlines(keepends=True)
     kept = whole[: len(whole) // 2]
     store.write_bytes(b"".join(kept) + b'{"key": ["half')
@@ -81,9 +81,30 @@ def test_eval_reports_resumes_and_stops_when_done(run, capsys):
     capsys.readouterr()
     assert run_eval.main([config]) == 0
     assert "finished already" in capsys.readouterr().out
-    # Other settings start anew.
+    # Other settings start anew, and leave what was decoded before.
     assert run_eval.main([config, "--max_new_tokens", "4", "--temperatures", "0"]) == 0
     assert json.loads((folder / "results.json").read_text())["settings"]["max_new_tokens"] == 4
+    assert store.read_bytes().splitlines(keepends=True) == again
+
+
+def test_results_do_not_depend_on_the_number_of_ranks(run):
+    """TRAP 48: two ranks and three turns in two conversations; each request has its own random stream."""
+    config, folder = run
+    words = ["--choose_budget", "false"]
+    assert run_eval.main([config, *words]) == 0
+    alone = generations_of(folder)
+    (folder / "results.json").unlink()
+    for path in (folder / "eval").glob("*/*"):
+        path.unlink()
+    for code, _, err in run_ranks(2, "eval/run_eval.py", config, *words):
+        assert code == 0, err
+    assert sorted(path.name for path in (folder / "eval").glob("*/*")) == ["rank-0.jsonl", "rank-1.jsonl"]
+    assert generations_of(folder) == alone
+
+
+def generations_of(folder):
+    rows = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+    return {(r["prompt_id"], r["temperature"], r["method"], r["budget"]): r["tokens"] for r in rows}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +116,7 @@ def test_eval_reports_resumes_and_stops_when_done(run, capsys):
         (["--max_prompt_length", "2"], "no prompt is left to evaluate"),
         (["--drafter", "/no/drafter"], "/no/drafter"),
         (["--budget", "0"], "budget must be at least 1"),
+        (["--max_new_tokens", "510"], "no prompt is left to evaluate"),
     ],
 )
 def test_user_mistakes_are_one_line(run, capsys, words, message):
@@ -103,14 +125,30 @@ def test_user_mistakes_are_one_line(run, capsys, words, message):
         with_exit = run_eval.main([run[0], *words])
     except SystemExit as error:
         with_exit = error.code
-    lines = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith("eval T")]
+    lines = [line for line in capsys.readouterr().err.strip().splitlines() if "it/s" not in line]
     assert with_exit == 2
     assert message in lines[-1]
+    assert "Traceback" not in " ".join(lines)
+
+
+def test_a_drafter_without_weights_and_two_benchmarks_of_one_name_are_one_line(run, capsys, tmp_path):
+    config, folder = run
+    (folder / "drafter" / "model.safetensors").rename(folder / "weights")
+    assert run_eval.main([config]) == 2
+    assert "holds no model.safetensors" in capsys.readouterr().err
+    (folder / "weights").rename(folder / "drafter" / "model.safetensors")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "two.jsonl").write_text((tmp_path / "two.jsonl").read_text())
+    words = ["--benchmarks", str(tmp_path / "two.jsonl"), str(tmp_path / "other" / "two.jsonl")]
+    assert run_eval.main([config, *words]) == 2
+    assert "have the same name" in capsys.readouterr().err
 
 
 def test_verify_passes_and_catches_a_planted_fault(run, monkeypatch, capsys):
     config, folder = run
-    monkeypatch.setattr(verify, "TRAINED", (3, 6))
+    monkeypatch.setattr(verify, "TRAINED", (4, 12))
+    # The fixture's drafter is random: what a trained one must show is tested below.
+    monkeypatch.setattr(verify, "faults", lambda row, faults=verify.faults: faults({**row, "accepted": 1}))
     monkeypatch.setattr(verify, "RANDOM", (2, 4))
     words = [config, "--methods", "all"]
     assert verify.main(words) == 0
@@ -122,7 +160,9 @@ def test_verify_passes_and_catches_a_planted_fault(run, monkeypatch, capsys):
         "per_node_serial",
         "dartree_pruned",
     }
-    assert all(row["rounds"] > 0 and row["proposed"] > 0 and not row["differences"] for row in rows)
+    assert all(row["rounds"] > 0 and not row["differences"] for row in rows)
+    assert all(row["proposed"] > 0 for row in rows if row["method"] != "ar")
+    assert verify.main([config, "--methods", "ar"]) == 2
 
     original = verify.generate
 
@@ -144,3 +184,9 @@ def test_verify_passes_and_catches_a_planted_fault(run, monkeypatch, capsys):
     monkeypatch.setattr(verify, "generate", silent)
     assert verify.main(words) == 1
     assert "nothing was verified" in capsys.readouterr().err
+
+
+def test_a_trained_drafter_that_is_never_accepted_is_a_fault():
+    row = {"drafter": "trained", "method": "ddtree", "prompts": 2, "rounds": 4, "proposed": 9, "accepted": 0}
+    assert "no token accepted" in verify.faults({**row, "differences": []})[0]
+    assert verify.faults({**row, "differences": [], "drafter": "random"}) == []

@@ -285,6 +285,38 @@ def test_empty_tree_has_no_depth():
     assert tree.max_depths == [0, 0, 0]
 
 
+def test_a_reduced_vocabulary_equals_the_full_one_with_the_rest_suppressed(target):
+    """Indices, ids, embeddings and output rows are mapped right: a permuted map would only cost acceptance."""
+    ids = torch.tensor([3, 9, 17, 21, 33, 40, 50, 63])
+    full, reduced = tiny_drafter(target, scale=2.0), tiny_drafter(target, scale=2.0, draft_vocab_size=8)
+    tensors = full.model.state_dict()
+    tensors["embed_proj.2.weight"] = tensors["embed_proj.2.weight"][ids]
+    reduced.model.load_state_dict(tensors)
+    reduced.draft_ids = ids
+    wide = make_draft(target, full)
+    narrow = Draft(wide.anchor_R, wide.hidden_RTD, target.logits(wide.hidden_RTD, ids).float())
+    kept = torch.full_like(wide.logits_RTV, -torch.inf)
+    kept[..., ids] = wide.logits_RTV[..., ids]
+    wide.logits_RTV = kept
+    for build in (
+        lambda draft, drafter: chain(draft, drafter, target.embed, True),
+        lambda draft, drafter: ddtree(draft, drafter, 8),
+        lambda draft, drafter: per_node_serial(draft, drafter, target.embed, 12, 8),
+        lambda draft, drafter: batched_tree(draft, drafter, target.embed, [4] * 4, 8),
+    ):
+        for r in range(2):
+            expected, got = paths(build(wide, full), r), paths(build(narrow, reduced), r)
+            assert got.keys() == expected.keys()
+            assert all(abs(got[p] - expected[p]) < 1e-4 for p in got)
+
+
+def test_a_budget_below_the_depths_ends_the_fixed_tree_early(target):
+    drafter = tiny_drafter(target)
+    assert fixed_widths(2, 4) == [1, 1, 0, 0]
+    tree = batched_tree(make_draft(target, drafter), drafter, target.embed, fixed_widths(2, 4), 8)
+    assert (tree.sizes, tree.max_depths) == ([2, 2], [2, 2])
+
+
 def test_draft_vocabulary_maps_to_target_ids(target):
     drafter = tiny_drafter(target, draft_vocab_size=8)
     drafter.draft_ids = torch.tensor([3, 9, 17, 21, 33, 40, 50, 63])

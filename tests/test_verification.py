@@ -83,10 +83,13 @@ def total_variation(a, b):
     return 0.5 * float((a - b).abs().sum())
 
 
+_FAULTY_STREAM = torch.Generator().manual_seed(7)  # one stream for all rounds: the p/q test is the only fault
+
+
 def ratio_test_on_argmax(logits_RMV, tree, temperature, uniforms_RS):
     """Planted fault: rejection sampling's p/q test although the draft was an argmax, not a sample of q."""
     p = torch.softmax(logits_RMV.double() / temperature, -1)
-    generator = torch.Generator().manual_seed(7)
+    generator = _FAULTY_STREAM
     step_scores = tree.scores_RN.diff(dim=1, prepend=torch.zeros(len(tree.sizes), 1)).exp().double()
     paths, emitted = [], []
     for r in range(len(tree.sizes)):

@@ -2,7 +2,7 @@
 
 transformers' caches cannot keep scattered tree nodes (`crop` removes a suffix only), and they grow by copying. Here all
 layers live in one tensor, a forward writes its tokens at columns chosen per request, and a commit moves the accepted
-ones together. Layers with a sliding window are stored whole; the mask limits what they see.
+ones together.
 
 Shape suffixes: L layers, R requests, H kv heads, T columns, M tokens of a forward, E head size.
 """

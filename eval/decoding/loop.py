@@ -208,10 +208,12 @@ def generate(target: Target, proposer, requests: list[Request], temperature: flo
     """
     for request in requests:
         check_request(request, target, proposer)
+    before = target.forwards
     batch = Batch(target, proposer, requests, temperature)
     batch.prefill()
     while batch.active:
         batch.round()
-    for answer in batch.answers:
-        assert answer.target_forwards == len(answer.rounds) + 1
+    # Counted where it happens, so that no method can hide a forward.
+    assert target.forwards - before == 1 + max(len(answer.rounds) for answer in batch.answers)
+    assert all(answer.target_forwards == len(answer.rounds) + 1 for answer in batch.answers)
     return batch.answers

@@ -136,6 +136,8 @@ def batched_tree(draft: Draft, drafter: Drafter, embed, widths: list[int], candi
     parent_node_RW = torch.zeros(requests, 1, dtype=torch.long, device=base_RTK.device)
     levels, offset = [], 0
     for t in range(depths):
+        if widths[t] == 0:  # a budget smaller than the depths ends the tree early
+            break
         scores_RWK = base_RTK[:, t, None, :].expand(-1, parent_score_RW.shape[1], -1)
         if head is not None and corrected[t]:
             scores_RWK = scores_RWK + (head.code(state, slots[:, t, None]) @ rows_RTKE[:, t].transpose(1, 2)).float()
