@@ -28,6 +28,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 VENV=${VENV:-.venv}
 [[ $VENV == /* ]] || VENV=$PWD/$VENV
 py=$VENV/bin/python
+python=${PYTHON:-python3}
+# Looked up before PATH changes: the environment may be half made.
+base=$(command -v "$python" || true)
+# DeepSpeed builds its operator with `ninja`, which it looks for in PATH.
+export PATH=$VENV/bin:$PATH
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # Two environments that share torch's extension folder would rebuild DeepSpeed's operator for each other at every start.
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$VENV/torch_extensions}
@@ -39,24 +44,32 @@ fail() { # one line for the user, exit code 2
 
 # Installs the project into VENV unless the same dependencies were installed there before. $1: "" or "[test]".
 install() {
-  local stamp base=${PYTHON:-python3}
+  local stamp
   stamp=$VENV/.dartree-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)${1:+-test}
   if [[ -e $stamp || (-z $1 && -e $stamp-test) ]]; then return; fi
-  [[ -x $py ]] || command -v "$base" >/dev/null || fail "no Python ($base); set PYTHON to an interpreter"
-  if [[ -x $py ]]; then base=$py; fi
+  if "$py" -m pip --version >/dev/null 2>&1; then base=$py; fi
+  [[ -n $base ]] || fail "no Python ($python); set PYTHON to an interpreter"
   "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "Python 3.11 or newer is needed, $base is $("$base" -V 2>&1)"
   "$base" -m data.environment compiler
-  if [[ ! -x $py ]]; then
-    echo "creating $VENV"
-    "$base" -m venv "$VENV" || fail "cannot create $VENV with $base -m venv; on Debian or Ubuntu: apt-get install python3-venv"
-  fi
+  [[ $base == "$py" ]] || create
   echo "installing the dependencies of pyproject.toml as pinned in constraints.txt"
   "$py" -m pip install --quiet --quiet --no-compile --disable-pip-version-check \
     --constraint constraints.txt --editable ".$1"
   echo "building DeepSpeed's CPU communication operator"
   "$py" -m data.environment build >/dev/null
   touch "$stamp"
+}
+
+# Creates VENV, or makes a half-made one whole: one without pip, or whose Python is gone (then nothing in it can be used).
+create() {
+  local new= clear=
+  [[ -e $VENV ]] || new=yes
+  if [[ -f $VENV/pyvenv.cfg ]] && ! "$py" -c "" 2>/dev/null; then clear=--clear; fi
+  echo "creating $VENV"
+  "$base" -m venv $clear "$VENV" && return
+  if [[ -n $new ]]; then rm -rf "$VENV"; fi
+  fail "cannot create $VENV with $base -m venv; on Debian or Ubuntu: apt-get install python3-venv"
 }
 
 stage=${1:-}

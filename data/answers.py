@@ -10,6 +10,8 @@ from pathlib import Path
 
 ROWS, MANIFEST = "answers.jsonl", "manifest.json"
 _SAMPLE = 1 << 16
+# The 4-grams of a large run's answers would not fit in memory.
+_ROWS_OF_4GRAMS = 2000
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def read_answers(folder: str) -> tuple[list[AnswerRow], dict]:
     manifest = read_manifest(folder)
     if not manifest.get("finished"):
         state = "not finished" if manifest else "missing"
-        raise ValueError(f"the answers in {folder} are {state}; run: bash launch.sh regenerate")
+        raise ValueError(f"the answers in {folder} are {state}; run: bash launch.sh regenerate CONFIG")
     return list(read_rows(folder).values()), manifest
 
 
@@ -99,7 +101,8 @@ def describe(rows: list[AnswerRow]) -> dict:
     if not rows:
         return {}
     ended = sum(row.stop == "eos" for row in rows)
-    grams = [list(zip(*(row.answer_ids[i:] for i in range(4)), strict=False)) for row in rows]
+    sample = rows[:_ROWS_OF_4GRAMS]
+    grams = [list(zip(*(row.answer_ids[i:] for i in range(4)), strict=False)) for row in sample]
     inside = [len(set(g)) / len(g) for g in grams if g]
     every = [gram for g in grams for gram in g]
     lengths: dict[str, list[int]] = {}
@@ -107,7 +110,8 @@ def describe(rows: list[AnswerRow]) -> dict:
         lengths.setdefault(row.domain, []).append(len(row.answer_ids))
     return {
         "share_eos": ended / len(rows),
-        # Over all answers together, and inside one answer (mean): the second does not fall as the set grows.
+        # Over the sample's answers together, and inside one answer (mean): the second does not fall as the set grows.
+        "distinct_4grams_rows": len(sample),
         "distinct_4grams": len(set(every)) / max(1, len(every)),
         "distinct_4grams_in_answer": sum(inside) / max(1, len(inside)),
         "answer_tokens": sum(len(row.answer_ids) for row in rows),
@@ -122,9 +126,12 @@ def target_identity(path: str) -> str:
     gigabytes whole would cost more than the check is worth); for a Hub id, the id with the commit in the local cache.
     """
     if not os.path.isdir(path):
-        from transformers import AutoConfig
+        from huggingface_hub import try_to_load_from_cache
 
-        return f"{path}@{getattr(AutoConfig.from_pretrained(path), '_commit_hash', None)}"
+        # Reads the cache only: no network, and none of the code that may come with the model. The file lies in
+        # snapshots/COMMIT; transformers' configurations do not hold the commit any more.
+        file = try_to_load_from_cache(path, "config.json")
+        return f"{path}@{Path(file).parent.name if isinstance(file, str) else None}"
     digest = hashlib.sha256(Path(path, "config.json").read_bytes())
     for file in sorted(Path(path).glob("*.safetensors")):
         size = file.stat().st_size

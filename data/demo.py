@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -76,9 +77,11 @@ def _cut(config: RunConfig, record: dict, argv: list[str]) -> list[str]:
         _write_record(config, record)
     given = {word[2:].split("=")[0] for word in argv if word.startswith("--")}
     cut = {name: value for name, value in record["cut"].items() if name not in given}
+    words = [word for name, value in cut.items() for word in (f"--{name}", str(value))]
     if cut:
         print(f"this machine is slow: {cut} instead of the config's sizes (name them on the command line to keep them)")
-    return [word for name, value in cut.items() for word in (f"--{name}", str(value))]
+        print(f"a single stage of this run: bash launch.sh STAGE {shlex.join([*argv, *words])}")
+    return words
 
 
 def _read_record(config: RunConfig) -> dict:

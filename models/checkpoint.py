@@ -57,7 +57,7 @@ def finished_drafter(run_dir: str, given: str = "") -> str:
         return folder
     if given:
         raise ValueError(f"drafter: {given} holds no config.json")
-    raise ValueError(f"no finished drafter in {run_dir}: run first: bash launch.sh train")
+    raise ValueError(f"no finished drafter in {run_dir}: run first: bash launch.sh train CONFIG")
 
 
 def read_config(folder: str | os.PathLike) -> Qwen3Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -190,6 +191,15 @@ def cpu_has_bf16() -> bool:
     return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
+@contextlib.contextmanager
+def _one_line(path: str):
+    # A missing file or an unreachable Hub is the user's to solve; transformers explains it in a paragraph.
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"target: cannot load {path}: {str(error).splitlines()[0]}") from error
+
+
 def load_target(
     path: str,
     dtype: torch.dtype,
@@ -215,7 +225,8 @@ def load_target(
     elif path.startswith((".", "/", "~")):
         raise ValueError(f"target: no such folder: {path}")
     common = {"trust_remote_code": trust_remote_code, **kwargs}
-    config = AutoConfig.from_pretrained(source, **common)
+    with _one_line(path):
+        config = AutoConfig.from_pretrained(source, **common)
     refuse_recurrent(config.get_text_config())
     if not kwargs:
         common["use_safetensors"] = True
@@ -224,8 +235,9 @@ def load_target(
     if device == "cpu":
         # transformers repeats the key/value heads under a mask unless told that the kernel groups them itself.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **common)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
+    with _one_line(path):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **common)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
     target = Target(model.to(device), tokenizer, path)
     target.check_logits()
     return target

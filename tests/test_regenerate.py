@@ -109,7 +109,7 @@ def test_a_killed_run_loses_and_repeats_nothing(run, monkeypatch, lost):
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="not finished; run: bash launch.sh regenerate"):
+    with pytest.raises(ValueError, match="not finished; run: bash launch.sh regenerate CONFIG"):
         read_answers(run.folder)
     assert run() == 0
     rows, manifest = read_answers(run.folder)
@@ -166,6 +166,20 @@ def test_a_time_budget_stops_and_says_so(run):
     assert len(rows) == 2 and manifest["out_of_time"] is True
     assert manifest["counts"] == {"input": 8, "done": 2, "failed": 0, "skipped": 6}
     assert "time_budget" in manifest["skipped"].values()
+
+
+def test_a_run_cut_by_its_budget_goes_on_without_or_with_another(run, monkeypatch):
+    assert run(run_dir=run.folder + "-straight") == 0
+    assert run(time_budget=1e-9) == 0
+    with monkeypatch.context() as patch:  # the same command again is finished: training may have begun
+        patch.setattr(regenerate, "load_target", lambda *a: pytest.fail("loaded"))
+        assert run(time_budget=1e-9) == 0
+    assert run(time_budget=2e-9) == 0
+    assert len(read_answers(run.folder)[0]) == 4
+    assert run() == 0
+    rows, manifest = read_answers(run.folder)
+    assert manifest["out_of_time"] is False and manifest["counts"] == {"input": 8, "done": 6, "failed": 0, "skipped": 2}
+    assert {r.id: r for r in rows} == read_rows(run.folder + "-straight/answers")
 
 
 def test_sampling_is_repeatable(run):
@@ -234,6 +248,27 @@ def test_describe_counts_ends_and_repeats():
     assert told["distinct_4grams_in_answer"] == pytest.approx((4 / 5 + 1) / 2)
     assert told["mean_answer_tokens"] == {"x": 8, "y": 5}
     assert answers.describe([replace(repeats, answer_ids=[1])])["distinct_4grams_in_answer"] == 0
+
+
+def test_4grams_are_those_of_the_first_2000_rows():
+    """All of a large run's would not fit in memory; every other figure is over all rows."""
+    rows = [AnswerRow(str(i), "x", [1], [i, i, i, i], "length") for i in range(2000)]
+    told = answers.describe([*rows, *[replace(rows[0], id=f"again{i}", stop="eos") for i in range(500)]])
+    assert told["distinct_4grams"] == 1 and told["distinct_4grams_rows"] == 2000
+    assert told["answer_tokens"] == 10_000 and told["share_eos"] == 0.2
+    assert answers.describe(rows[:3])["distinct_4grams_rows"] == 3
+
+
+def test_a_hub_targets_identity_is_its_commit_in_the_cache(tmp_path, monkeypatch):
+    """Read from the cache alone: code that comes with a model must not run for it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert answers.target_identity("org/model") == "org/model@None"
+    folder, commit = tmp_path / "models--org--model", "0123456789abcdef0123456789abcdef01234567"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "snapshots" / commit / "config.json").write_text('{"auto_map": {"AutoConfig": "code.Config"}}')
+    assert answers.target_identity("org/model") == f"org/model@{commit}"
 
 
 def test_user_mistakes_are_one_line(run, tmp_path, capsys):

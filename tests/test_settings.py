@@ -3,7 +3,7 @@ from dataclasses import fields
 
 import pytest
 
-from data.settings import RunConfig, load_config, parse_arguments, run_stage
+from data.settings import RunConfig, StageError, load_config, parse_arguments, run_stage
 
 
 def write(tmp_path, text):
@@ -21,7 +21,13 @@ def test_yaml_then_command_line(tmp_path):
     assert parse_arguments("eval", [path, "--keep_features=false"]).keep_features is False
     assert parse_arguments("eval", [path, "--trust_remote_code"]).trust_remote_code is True
     assert parse_arguments("eval", [path, "--mask_token_id", "none"]).mask_token_id is None
-    assert parse_arguments("train", [path, "--local_rank=0"]).training == {"learning_rate": 2.0e-3}
+
+
+def test_the_launchers_local_rank_is_dropped_wherever_it_stands(tmp_path):
+    path = write(tmp_path, "budget: 32\n")
+    for words in (["--local_rank=0", path], [path, "--local_rank=0"], ["--local_rank=1", path, "--seed", "3"]):
+        config = parse_arguments("train", words, default=None)
+        assert config.budget == 32 and config.seed == (3 if "--seed" in words else 0) and config.training == {}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,24 @@ def test_help_lists_the_options_of_a_stage(capsys):
     assert "--answer_temperature" in text and "--head_rank" not in text and "--seed" in text
 
 
+@pytest.mark.parametrize(
+    "name, stages",
+    [
+        ("prompts", ["regenerate", "eval", "demo"]),
+        ("max_prompt_length", ["regenerate", "eval", "demo"]),
+        ("num_draft_layers", ["regenerate", "train"]),  # the default number of taps is one a layer
+    ],
+)
+def test_options_are_listed_where_they_count(capsys, name, stages):
+    listed = []
+    for stage in ("target", "regenerate", "train", "eval", "export", "verify", "demo"):
+        with pytest.raises(SystemExit):
+            parse_arguments(stage, ["--help"])
+        if f"\n  --{name} " in capsys.readouterr().out:
+            listed.append(stage)
+    assert listed == stages
+
+
 def test_every_option_is_documented():
     for option in fields(RunConfig):
         assert option.metadata["help"] and option.metadata["stages"], option.name
@@ -90,3 +114,33 @@ def test_run_stage_turns_a_users_mistake_into_one_line(tmp_path, capsys):
 
     with pytest.raises(KeyError):
         run_stage("eval", [write(tmp_path, "")], broken)
+
+
+@pytest.mark.parametrize("rank, where", [(None, "eval"), ("0", "eval"), ("1", "eval (rank 1)")])
+def test_run_stage_turns_a_failure_into_one_line_and_code_1(tmp_path, capsys, monkeypatch, rank, where):
+    monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
+    for error, text in (
+        (OSError(28, "No space left on device", "x"), "[Errno 28] No space left on device: 'x'"),
+        (StageError("no\nnetwork"), "no network"),
+    ):
+
+        def work(config, error=error):
+            raise error
+
+        assert run_stage("eval", [write(tmp_path, "")], work) == 1
+        assert capsys.readouterr().err == f"{where}: {text}\n"
+
+    def torchs_own(config):
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError):
+        run_stage("eval", [write(tmp_path, "")], torchs_own)
+
+
+def test_a_mistake_of_all_ranks_is_printed_once(tmp_path, capsys, monkeypatch):
+    def work(config):
+        raise ValueError("bad")
+
+    monkeypatch.setenv("RANK", "1")
+    assert run_stage("eval", [write(tmp_path, "")], work) == 2
+    assert capsys.readouterr().err == ""

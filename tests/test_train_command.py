@@ -2,15 +2,17 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from data.answers import target_identity
 from data.settings import RunConfig, load_config
-from tiny import EOS, PAD, VOCAB
+from tiny import EOS, MASK, PAD, VOCAB
 from training import train_drafter
-from training.arguments import check_training_options, set_threads, spread_batch
+from training.arguments import check_training_options, set_threads, spread_batch, zero_stage
 from training.checkpoints import check_same_run, publish, write_json
 from training.plan import label_agreement, prepare, sample_tokens
 from training.rows import TrainingRows
@@ -60,7 +62,7 @@ def test_no_config_is_usage(capsys):
         (["--resume_from_checkpoint", "/nowhere"], "/nowhere is not a checkpoint of this trainer"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint"),
         (["--global_batch_size", "3", "--run_dir", "{file}/run"], "which is a file"),
-        (["--run_dir", "{folder}/other"], "run: bash launch.sh regenerate"),
+        (["--run_dir", "{folder}/other"], "run: bash launch.sh regenerate CONFIG"),
     ],
 )
 def test_mistakes(made, capsys, words, message):
@@ -71,6 +73,57 @@ def test_mistakes(made, capsys, words, message):
 
 def test_missing_config_file(capsys):
     assert "no such config file: nowhere.yaml" in fails(capsys, "nowhere.yaml")
+
+
+def test_a_mistake_on_another_rank_is_told_with_its_rank_after_a_wait(made, capsys, monkeypatch):
+    """A second machine may lack a file; where rank 0 has the same mistake, the launcher ends the others meanwhile."""
+    waits = []
+    monkeypatch.setattr(train_drafter.time, "sleep", lambda seconds: waits.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for words, message in (
+        ([str(made[0]), "--mask_token_id", "none"], "mask_token_id is not set"),
+        (["nowhere.yaml"], "no such config file: nowhere.yaml"),
+    ):
+        assert train_drafter.main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"train (rank 3): {message}") and error.count("\n") == 1
+    assert waits == [(20, ""), (20, "")]
+
+
+def test_only_what_is_found_before_training_is_a_users_mistake(made, monkeypatch, capsys):
+    from training import session
+
+    def broken(*args):
+        raise ValueError("a size\nof ours")
+
+    monkeypatch.setattr(train_drafter, "_single_process_defaults", lambda: None)
+    monkeypatch.setattr(session, "build", broken)
+    assert "train: a size of ours" in fails(capsys, made[0])
+    monkeypatch.setattr(session, "build", lambda plan: (None, None))
+    monkeypatch.setattr(session, "train", broken)
+    with pytest.raises(ValueError, match="a size\nof ours"):
+        train_drafter.main([str(made[0])])
+
+
+def test_answers_of_another_target_are_refused_without_features_too(tmp_path, capsys):
+    config = write_run(tmp_path, answer_rows(6))
+    manifest, own = tmp_path / "run" / "answers" / "manifest.json", target_identity(str(tmp_path / "target"))
+    write_json(manifest, {"finished": True, "settings": {"target_identity": "0123"}})
+    for words in ([], ["--keep_features", "false"]):
+        assert f"those of target 0123, this run has {own}" in fails(capsys, config, *words)
+    write_json(manifest, {"finished": True, "settings": {"target_identity": own}})
+    assert prepare(load_config(str(config))) is not None
+
+
+def test_a_mask_token_that_the_target_emits_is_a_warning(tmp_path, caplog):
+    rows = answer_rows(6)
+    config = write_run(tmp_path, rows)
+    assert prepare(load_config(str(config))) and "occurs" not in caplog.text
+    rows = [replace(row, answer_ids=[MASK, 5, MASK, *row.answer_ids]) for row in rows[:4]]
+    write_run(tmp_path, rows)
+    assert prepare(load_config(str(config)))
+    assert f"mask_token_id {MASK} occurs 8 times in the answers: choose another --mask_token_id" in caplog.text
 
 
 def test_missing_compiler(made, capsys, monkeypatch):
@@ -92,8 +145,29 @@ def test_a_finished_run_of_other_options_is_not_overwritten(tmp_path, capsys):
     write_json(tmp_path / "run" / "drafter" / "provenance.json", {"semantic": plan.semantic})
     assert train_drafter.main([str(config)]) == 0
     assert "is finished already" in capsys.readouterr().out
+    # What only the optimizer's state depends on does not matter any more.
+    assert (plan.semantic["world_size"], plan.semantic["bf16"], plan.semantic["zero_stage"]) == (1, False, 1)
+    assert train_drafter.main([str(config), "--dtype", "bf16", "--deepspeed", "configs/deepspeed/zero2.json"]) == 0
+    assert "is finished already" in capsys.readouterr().out
     line = fails(capsys, config, "--learning_rate", "0.5", "--lambda_end", "0")
     assert "lambda_end was 0.3, is 0.0; learning_rate was 0.01, is 0.5" in line and "choose another --run_dir" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--deepspeed", "configs/deepspeed/zero2.json"], "(zero_stage was 1, is 2)"),
+        (["--dtype", "bf16"], "(bf16 was False, is True)"),
+    ],
+)
+def test_a_resume_refuses_another_form_of_the_optimizers_state(tmp_path, capsys, words, message):
+    config = write_run(tmp_path, answer_rows(6))
+    folder = tmp_path / "run" / "checkpoints"
+    semantic = prepare(load_config(str(config))).semantic
+    (folder / "checkpoint-1").mkdir(parents=True)
+    write_json(folder / "checkpoint-1" / "trainer_state.json", {})
+    write_json(folder / "run.json", semantic)
+    assert message in fails(capsys, config, *words)
 
 
 def test_launcher_prints_a_mistake_once(made):
@@ -152,6 +226,20 @@ def test_yaml_text_and_command_line_values_get_their_types():
     assert values.deepspeed.endswith("configs/deepspeed/zero1.json") and values.optim == "adamw_torch_fused"
 
 
+def test_yamls_null_leaves_a_key_at_its_default():
+    values = check_training_options(RunConfig(training={"max_steps": None, "run_name": None, "deepspeed": None}), "cpu")
+    assert values.max_steps == -1 and values.run_name is None and values.deepspeed.endswith("zero1.json")
+
+
+def test_zero_stage_of_a_deepspeed_file(tmp_path):
+    (tmp_path / "plain.json").write_text("{}")
+    (tmp_path / "broken.json").write_text("{,")
+    assert zero_stage(str(tmp_path / "plain.json")) == 0
+    assert [zero_stage(str(ROOT / f"configs/deepspeed/zero{n}.json")) for n in (1, 2)] == [1, 2]
+    with pytest.raises(ValueError, match="deepspeed: .*broken.json is not valid JSON"):
+        zero_stage(str(tmp_path / "broken.json"))
+
+
 def test_threads_are_divided_among_local_ranks(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
     set_threads("cpu", 3)
@@ -170,6 +258,7 @@ def test_publish_replaces_a_folder(tmp_path):
 
 def test_changed_options_are_named():
     check_same_run({"a": 1, "b": [1]}, {"a": 1, "b": [1]}, "here")
+    check_same_run({"a": 1, "b": 1}, {"a": 1, "b": 2}, "here", ignored=("b",))
     with pytest.raises(ValueError, match=r"here belongs to a run with other options \(a was 1, is 2\)"):
         check_same_run({"a": 1}, {"a": 2}, "here")
 

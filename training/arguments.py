@@ -61,12 +61,21 @@ def deepspeed_path(path: str) -> str:
     raise ValueError(f"deepspeed: no such file: {path}")
 
 
+def zero_stage(path: str) -> int:
+    """ZeRO's stage in a DeepSpeed JSON, 0 when it names none. Raises ValueError for a file that is not JSON."""
+    try:
+        return int(json.loads(Path(path).read_text()).get("zero_optimization", {}).get("stage", 0))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"deepspeed: {path} is not valid JSON: {error}") from None
+
+
 def check_training_options(config: RunConfig, device: str) -> argparse.Namespace:
     """Types and choices of the TrainingArguments keys, checked before a process group exists.
 
     Returns the parsed keys; `TrainingArguments(**vars(...))` then starts the process group. Raises ValueError.
     """
-    for key in config.training:
+    given = {key: value for key, value in config.training.items() if value is not None}  # YAML's null: the default
+    for key in given:
         if key in OURS:
             raise ValueError(f"{key} is set by this project: use --{OURS[key]}")
         if key in UNSUPPORTED:
@@ -74,7 +83,7 @@ def check_training_options(config: RunConfig, device: str) -> argparse.Namespace
     parser = HfArgumentParser(TrainingArguments)
     parser.error = _refuse
     words = ["--output_dir", config.path("checkpoints")]
-    for key, value in config.training.items():
+    for key, value in given.items():
         words += [f"--{key}", *_words(value)]
     values = parser.parse_args(words)
     values.deepspeed = deepspeed_path(values.deepspeed or DEFAULT_DEEPSPEED)
@@ -84,7 +93,7 @@ def check_training_options(config: RunConfig, device: str) -> argparse.Namespace
     values.remove_unused_columns = False
     values.logging_nan_inf_filter = False
     values.disable_tqdm = True  # our own bar shows loss and accuracy
-    values.logging_first_step = True if "logging_first_step" not in config.training else values.logging_first_step
+    values.logging_first_step = True if "logging_first_step" not in given else values.logging_first_step
     if values.per_device_train_batch_size < 1 or values.gradient_accumulation_steps < 1:
         raise ValueError("per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
     return values

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers.trainer_utils import get_last_checkpoint
 
+from training.arguments import zero_stage
+
 # Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`: nothing resumes it.
 UNFINISHED = "unfinished"
 RUN_FILE = "run.json"
@@ -27,6 +29,9 @@ THEIRS = (
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_steps num_train_epochs weight_decay "
     "adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim train_sampling_strategy data_seed"
 ).split()
+
+# What an optimizer's stored state depends on: a resume must share it, a finished drafter does not ask for it.
+STATE = ("world_size", "bf16", "zero_stage")
 
 
 def publish(source: str, destination: str) -> None:
@@ -57,7 +62,7 @@ def semantic_options(config, arguments, taps: Sequence[int], world_size: int, ro
     """What must stay equal for a resume to be the same run, as plain JSON values.
 
     Args:
-        arguments: parsed keys of TrainingArguments (before or after its construction).
+        arguments: parsed keys of TrainingArguments, before its construction.
     """
     options = {name: getattr(config, name) for name in OURS}
     options |= {name: getattr(arguments, name) for name in THEIRS}
@@ -65,15 +70,16 @@ def semantic_options(config, arguments, taps: Sequence[int], world_size: int, ro
     options["batch_size_of_a_step"] = (
         arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size
     )
-    # ZeRO's optimizer state is cut into one piece a rank.
-    options["world_size"] = world_size
+    # ZeRO's optimizer state is cut into one piece a rank, by stage; it holds fp32 copies of bf16 weights.
+    options |= {"world_size": world_size, "bf16": arguments.bf16, "zero_stage": zero_stage(arguments.deepspeed)}
     options["answers"] = answers_digest(rows)
     return json.loads(json.dumps(options, default=str))
 
 
-def check_same_run(stored: dict[str, Any], now: dict[str, Any], where: str) -> None:
-    """Raises ValueError in one line if any semantic option differs."""
-    changed = [f"{k} was {stored.get(k)}, is {v}" for k, v in now.items() if stored.get(k) != v]
+def check_same_run(stored: dict[str, Any], now: dict[str, Any], where: str, ignored: Sequence[str] = ()) -> None:
+    """Raises ValueError in one line if any semantic option differs, but for the ignored ones."""
+    compared = {k: v for k, v in now.items() if k not in ignored}
+    changed = [f"{k} was {stored.get(k)}, is {v}" for k, v in compared.items() if stored.get(k) != v]
     if changed:
         raise ValueError(
             f"{where} belongs to a run with other options ({'; '.join(changed)}): choose another --run_dir or remove it"

@@ -28,6 +28,7 @@ from training.arguments import check_training_options, rank_device, set_threads,
 from training.checkpoints import (
     PROVENANCE,
     RUN_FILE,
+    STATE,
     check_same_run,
     newest_checkpoint,
     read_json,
@@ -77,13 +78,14 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     spread_batch(arguments, config.global_batch_size, world_size)
     _check_output(config)
     path = resolve_target(config)
-    rows, _ = read_answers(config.path("answers"))
+    rows, manifest = read_answers(config.path("answers"))
     dtype = choose_dtype(config.dtype, device)
     target = load_target(path, dtype, device, config.trust_remote_code)
+    check_origin(manifest, path, config.path("answers"))
     draft_ids, spec = build_spec(config, target, rows)
     semantic = semantic_options(config, arguments, spec.target_layer_ids, world_size, rows)
     if finished := read_json(config.path("drafter", PROVENANCE)):
-        check_same_run(finished["semantic"], semantic, config.path("drafter"))
+        check_same_run(finished["semantic"], semantic, config.path("drafter"), ignored=STATE)
         return None
     resume = find_resume(config, arguments, semantic, spec)
     data = build_data(config, rows, spec, path)
@@ -112,9 +114,27 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     )
 
 
+def check_origin(manifest: dict, target_path: str, folder: str) -> None:
+    """Raises ValueError when the answers are another target's (TRAPS 31). A manifest written by hand may not say."""
+    made_by, now = manifest.get("settings", {}).get("target_identity"), target_identity(target_path)
+    if made_by not in (None, now):
+        raise ValueError(
+            f"the answers in {folder} are those of target {made_by}, this run has {now} ({target_path}): "
+            "choose another --run_dir and run: bash launch.sh regenerate CONFIG"
+        )
+
+
 def build_spec(config: RunConfig, target: Target, rows: list[AnswerRow]) -> tuple[Tensor | None, DrafterSpec]:
     """Draft vocabulary and drafter spec of a config. Raises ValueError for a bad mask id or bad taps."""
     check_mask_token(config.mask_token_id, target)
+    emitted = sum(row.answer_ids.count(config.mask_token_id) for row in rows)
+    if emitted:
+        log.warning(
+            "mask_token_id %d occurs %d times in the answers: choose another --mask_token_id, one that the target "
+            "never emits",
+            config.mask_token_id,
+            emitted,
+        )
     draft_ids = choose_draft_ids(
         rows, config.draft_vocab_size, target.vocab_size, target.eos_ids, never=config.mask_token_id
     )

@@ -19,15 +19,11 @@ from training.progress import Progress
 from training.trainer import DrafterTrainer
 
 
-def train(plan: TrainingPlan) -> None:
-    """Trains to the end and writes RUN/drafter. Raises NonFiniteLoss, or ValueError for options that do not fit."""
-    trainer, progress = build(plan)
-    trainer.train(resume_from_checkpoint=plan.resume)
-    finish(plan, trainer, progress)
-
-
 def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
-    """Starts the process group (transformers does so when TrainingArguments are built) and makes model and trainer."""
+    """Starts the process group (transformers does so when TrainingArguments are built) and makes model and trainer.
+
+    Raises ValueError for options that do not fit together.
+    """
     arguments = TrainingArguments(**vars(plan.arguments))
     first = arguments.process_index == 0
     torch.manual_seed(plan.config.seed)
@@ -54,6 +50,12 @@ def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
         write_json(folder / RUN_FILE, plan.semantic)
     trainer.accelerator.wait_for_everyone()
     return trainer, progress
+
+
+def train(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) -> None:
+    """Trains to the end and writes RUN/drafter. Raises NonFiniteLoss."""
+    trainer.train(resume_from_checkpoint=plan.resume)
+    finish(plan, trainer, progress)
 
 
 def finish(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) -> None:

@@ -14,6 +14,7 @@ process group starts; a failure is exit code 1.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
 import sys
@@ -26,52 +27,52 @@ from data.settings import parse_arguments  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    # DeepSpeed's launcher puts its own option before ours; the rank is read from the environment.
-    words = [word for word in argv if not word.startswith("--local_rank")]
-    first = int(os.environ.get("RANK", 0)) == 0
+    rank, said = int(os.environ.get("RANK", 0)), io.StringIO()
     try:
-        with contextlib.nullcontext() if first else _silence():
-            config = parse_arguments("train", words, default=None)
+        with contextlib.nullcontext() if rank == 0 else _into(said):
+            config = parse_arguments("train", argv, default=None)
             # Imported late: transformers costs seconds that usage and --help should not.
             from training.plan import prepare
 
             plan = prepare(config)
     except SystemExit as stop:
-        return _leave(int(stop.code or 0), first)
+        if rank == 0 or not stop.code:
+            return int(stop.code or 0)
+        return _mistake(said.getvalue().removeprefix("train: "), rank)
     except ValueError as error:
-        return _leave(_fail(error, 2, first), first)
+        return _mistake(str(error), rank)
     if plan is None:
-        print(f"train: {config.path('drafter')} is finished already") if first else None
+        print(f"train: {config.path('drafter')} is finished already") if rank == 0 else None
         return 0
-    return _train(plan, first)
+    return _train(plan, rank)
 
 
-def _train(plan, first: bool) -> int:
-    from training.session import train
+def _train(plan, rank: int) -> int:
+    from training.session import build, train
     from training.trainer import NonFiniteLoss
 
     _single_process_defaults()
     try:
-        train(plan)
+        trainer, progress = build(plan)
     except ValueError as error:  # transformers and DeepSpeed check their combined options only now
-        return _fail(error, 2, first)
-    except NonFiniteLoss as error:
-        return _fail(error, 1, first)
+        return _mistake(str(error), rank)
+    try:
+        train(plan, trainer, progress)
+    except NonFiniteLoss as error:  # all ranks stop together
+        print(f"train: {error}", file=sys.stderr, flush=True) if rank == 0 else None
+        return 1
     return 0
 
 
-def _fail(error: Exception, code: int, first: bool) -> int:
-    if first:
-        print(f"train: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return code
-
-
-def _leave(code: int, first: bool) -> int:
-    # Before the process group exists ranks run apart, and launchers end all ranks when one fails: the others wait, so
-    # that the first has time to print its line.
-    if code and not first:
+def _mistake(message: str, rank: int) -> int:
+    """Prints a user's mistake as one line, and returns its exit code."""
+    # Ranks run apart, and launchers end all of them when one fails. The others wait: of a mistake that all have made
+    # only the first rank's line is seen, and one of a single machine is still told.
+    if rank:
         time.sleep(20)
-    return code
+    where = f"train (rank {rank})" if rank else "train"
+    print(f"{where}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return 2
 
 
 def _single_process_defaults() -> None:
@@ -87,8 +88,8 @@ def _single_process_defaults() -> None:
 
 
 @contextlib.contextmanager
-def _silence():
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
+def _into(text: io.StringIO):
+    with contextlib.redirect_stderr(text), contextlib.redirect_stdout(text):
         yield
 
 
