@@ -57,7 +57,7 @@ install() {
   "$py" -m pip install --quiet --quiet --no-compile --disable-pip-version-check \
     --constraint constraints.txt --editable ".$1"
   echo "building DeepSpeed's CPU communication operator"
-  "$py" -m data.environment build >/dev/null
+  "$py" -m training.operators >/dev/null
   touch "$stamp"
 }
 

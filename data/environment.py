@@ -1,7 +1,6 @@
 """What the machine can do: compiler, device, speed. launch.sh asks this module; the first checks need no packages.
 
 python -m data.environment compiler          exit 2 and one line when DeepSpeed could not build its operator
-python -m data.environment build             builds that operator once
 python -m data.environment report ARGS       prints device, dtype and how long the demo should take
 python -m data.environment launcher ARGS     prints the words that start the train or eval stage
 """
@@ -31,14 +30,6 @@ def check_compiler() -> None:
     header = os.path.join(sysconfig.get_path("include"), "Python.h")
     if not os.path.isfile(header):
         raise ValueError(f"no Python headers ({header}); on Debian or Ubuntu: apt-get install python3-dev")
-
-
-def build_operators() -> None:
-    """Builds (or finds built) the shared-memory operator that DeepSpeed loads whenever it starts on a CPU."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-    ShareMemCommBuilder().load(verbose=False)
 
 
 def choose_device(name: str) -> str:
@@ -171,8 +162,6 @@ def main(argv: list[str]) -> int:
     try:
         if question == "compiler":
             check_compiler()
-        elif question == "build":
-            build_operators()
         elif question == "report":
             report(words)
         else:

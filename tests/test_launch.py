@@ -51,7 +51,7 @@ def test_set_up_happens_once_and_again_for_test_extras(launch):
     first = launch.log()
     assert first[0] == "-m pip --version" and "data.environment compiler" in first[2]
     assert first[3].startswith("-m pip install") and first[3].endswith("--constraint constraints.txt --editable .")
-    assert first[4:] == ["-m data.environment build", "-m data.regenerate configs/demo.yaml"]
+    assert first[4:] == ["-m training.operators", "-m data.regenerate configs/demo.yaml"]
     assert launch("regenerate").returncode == 0
     assert launch.log()[len(first) :] == ["-m data.regenerate configs/demo.yaml"]
     assert launch("test", "-k", "heads").returncode == 0
@@ -131,7 +131,7 @@ def test_exit_codes_come_through(launch, stage, part):
 
 def test_a_failed_installation_is_tried_again(launch):
     assert launch("setup", FAIL="pip install").returncode == 7
-    assert launch("setup", FAIL="environment build").returncode == 7
+    assert launch("setup", FAIL="training.operators").returncode == 7
     assert launch("setup").returncode == 0
     assert sum("pip install" in line for line in launch.log()) == 3
 
