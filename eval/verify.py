@@ -86,7 +86,7 @@ def compare(session: Session, name: str, prompts: int, tokens: int) -> list[dict
         ar = generate(target, session.proposer("ar", 0), [Request(ids, tokens)])[0]
         for method in methods:
             if method == "ar":
-                # Our AR is the reference of the methods, transformers' own loop is the reference of our AR.
+                # Our AR is the reference of the methods, transformers' own loop that of our AR.
                 answer, expected = ar, greedy(target, ids, tokens)
             else:
                 answer = generate(target, session.proposer(method, config.budget), [Request(ids, tokens)])[0]
