@@ -82,7 +82,9 @@ esac
 
 if [[ $stage == test ]]; then
   install "[test]"
-  exec "$py" -m pytest --durations=10 "$@"
+  # A worker a core, at most eight; tests of one file share their fixtures.
+  workers=$(nproc)
+  exec "$py" -m pytest --numprocesses $((workers < 8 ? workers : 8)) --dist loadfile --durations=10 "$@"
 fi
 
 install ""
