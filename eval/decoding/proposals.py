@@ -167,5 +167,5 @@ def make_proposer(target: Target, drafter: Drafter | None, method: str, options:
     if method == "ar":
         return NoProposer()
     if drafter is None:
-        raise ValueError(f"method {method!r} needs a drafter: give --drafter or run: bash launch.sh train")
+        raise ValueError(f"method {method!r} needs a drafter: give --drafter or run: bash launch.sh train CONFIG")
     return DraftProposer(target, drafter, method, options)
