@@ -27,6 +27,7 @@ from data.settings import RunConfig, run_stage
 from eval.baseline import time_generate
 from eval.budget import SIZES, BudgetChoice, choose_budget, verify_cost
 from eval.decoding.loop import Request, generate
+from eval.decoding.proposals import available_methods
 from eval.exactness import divergence
 from eval.records import Divergence, Generation
 from eval.report import build_results, collect_settings, read_results, write_report
@@ -159,7 +160,9 @@ def run_question(session: Session, store: Store, question: Question, plans, temp
 def finish(session: Session, mark: str, choice: BudgetChoice | None, questions: list[Question]) -> None:
     """Compares every greedy text with AR's, and writes the report."""
     store = Store(session.config, mark, session.rank)
-    generations = list(store.generations.values())
+    # Tables list the methods in their own order, not in the random one of decoding.
+    order = available_methods(session.drafter.spec.head_type)
+    generations = sorted(store.generations.values(), key=lambda g: (order.index(g.method), g.budget))
     settings = collect_settings(
         session.config,
         session.target,
