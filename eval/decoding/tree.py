@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -172,20 +172,20 @@ def prune(tree: Tree, budget: int, beta: float) -> Tree:
         1, order_RN, torch.arange(tree.width, device=score_RN.device).expand_as(order_RN)
     )
     kept_RB = order_RN[:, :budget].sort(dim=1).values
-    # New index of a kept node, plus one: parents are kept whenever their children are.
-    place_RN = torch.zeros(len(tree.sizes), tree.width + 1, dtype=torch.long, device=score_RN.device)
-    place_RN.scatter_(1, kept_RB + 1, torch.arange(1, kept_RB.shape[1] + 1, device=score_RN.device).expand_as(kept_RB))
-    take = lambda values: values.gather(1, kept_RB)  # noqa: E731
-    parents_RB = place_RN.gather(1, take(tree.parents_RN))
-    kept = Tree(
-        take(tree.tokens_RN),
-        parents_RB,
-        take(tree.depths_RN),
-        take(tree.scores_RN),
-        take(ranks_RN),
-        [kept_RB.shape[1]] * len(tree.sizes),
-    )
-    return _drop_impossible(kept)
+    ranked = replace(tree, ranks_RN=ranks_RN)
+    return _drop_impossible(_select(ranked, kept_RB, [kept_RB.shape[1]] * len(tree.sizes)))
+
+
+def _select(tree: Tree, index_RM: Tensor, sizes: list[int]) -> Tree:
+    """The nodes at `index_RM`, in that order, their parents renumbered. Whoever is chosen has its parent chosen too."""
+    requests, count = index_RM.shape
+    # New index of a chosen node, plus one; the root stays 0.
+    place_RN = torch.zeros(requests, tree.width + 1, dtype=torch.long, device=index_RM.device)
+    place_RN.scatter_(1, index_RM + 1, torch.arange(1, count + 1, device=index_RM.device).expand_as(index_RM))
+    parents_RM = place_RN.gather(1, tree.parents_RN.gather(1, index_RM))
+    fields = (tree.depths_RN, tree.scores_RN, tree.ranks_RN)
+    depths_RM, scores_RM, ranks_RM = (values.gather(1, index_RM) for values in fields)
+    return Tree(tree.tokens_RN.gather(1, index_RM), parents_RM, depths_RM, scores_RM, ranks_RM, sizes)
 
 
 def _drop_impossible(tree: Tree) -> Tree:
@@ -193,13 +193,8 @@ def _drop_impossible(tree: Tree) -> Tree:
     possible_RN = tree.scores_RN > -torch.inf
     if bool(possible_RN.all()):
         return tree
-    order = (~possible_RN).long().sort(dim=1, stable=True).indices
-    place = torch.zeros(order.shape[0], order.shape[1] + 1, dtype=torch.long, device=order.device)
-    place.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order))
-    take = lambda values: values.gather(1, order)  # noqa: E731
-    parents = place.gather(1, take(tree.parents_RN))
-    sizes = possible_RN.sum(dim=1).tolist()
-    return Tree(take(tree.tokens_RN), parents, take(tree.depths_RN), take(tree.scores_RN), take(tree.ranks_RN), sizes)
+    order_RN = (~possible_RN).long().sort(dim=1, stable=True).indices
+    return _select(tree, order_RN, possible_RN.sum(dim=1).tolist())
 
 
 # Children of a node as (token ids, log probabilities), best first: given its depth and the token path to it.
