@@ -8,12 +8,13 @@ templates, numbers, tasks and topics that training never sees.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from data.templates import CODE_FRAMES, CODE_TASKS, MATHS, MATHS_ENDINGS, NUMBERS, WORDS
@@ -62,6 +63,22 @@ def load_prompts(source: str, count: int, seed: int = 0, split: str = "train") -
     if source.endswith((".jsonl", ".json")) or source.startswith((".", "/", "~")):
         raise ValueError(f"prompts: no such file: {source}")
     return _usable(source, source.rsplit("/", 1)[-1], _read_dataset(source, split), count)
+
+
+def load_mixture(sources: Sequence[str], count: int, seed: int = 0, split: str = "train") -> list[Prompt]:
+    """At most `count` prompts from several sources, in equal parts and in turn; see `load_prompts`.
+
+    The order is the same for every count, so that a longer run continues a shorter one; ids repeated by a later source
+    are left out.
+    """
+    share = -(-count // len(sources))
+    parts = [load_prompts(source, share, seed, split) for source in sources]
+    prompts: dict[str, Prompt] = {}
+    for in_turn in itertools.zip_longest(*parts):
+        for prompt in in_turn:
+            if prompt is not None:
+                prompts.setdefault(prompt.id, prompt)
+    return list(prompts.values())[:count]
 
 
 def generate_prompts(count: int, seed: int, split: str) -> list[Prompt]:

@@ -28,7 +28,7 @@ from data.answers import AnswerRow
 from data.chat import TemplateRejected, encode_prompt, messages_of, template_fingerprint
 from data.environment import choose_device
 from data.fetch_target import resolve_target
-from data.prompts import Prompt, load_prompts
+from data.prompts import Prompt, load_mixture
 from data.settings import RunConfig, run_stage
 from models.target import Target, choose_dtype, load_target
 
@@ -72,7 +72,7 @@ def regenerate(config: RunConfig) -> None:
     if manifest.get("finished") and manifest["num_prompts"] == config.num_prompts and not cut:
         print(f"answers are finished: {manifest['counts']['done']} rows in {folder}")
         return
-    prompts = load_prompts(config.prompts, config.num_prompts, config.seed, "train")
+    prompts = load_mixture(config.prompts, config.num_prompts, config.seed, "train")
     answers.make_folder(folder, "run_dir")
     answers.drop_half_line(folder)
     progress = Progress(answers.read_rows(folder))

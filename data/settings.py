@@ -45,9 +45,9 @@ class RunConfig:
     dtype: str = option("auto", "auto, bf16 or fp32 for the target and for decoding")
     seed: int = option(0, "seed of prompts, anchors, sampling and bootstrap")
 
-    prompts: str = option(
-        "builtin",
-        'builtin (the project\'s generator), a JSONL of {"turns": [...]}, or a datasets id',
+    prompts: list[str] = option(
+        ["builtin"],
+        'sources mixed in equal parts: builtin (the project\'s generator), JSONL files of {"turns": [...]}, datasets ids',
         "regenerate eval demo",
     )
     num_prompts: int = option(1536, "training prompts to answer", "regenerate demo")

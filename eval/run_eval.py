@@ -219,7 +219,7 @@ def fingerprint(config: RunConfig, drafter_folder: str) -> str:
             raise ValueError(f"drafter: {drafter_folder} holds no {name}")
         with open(os.path.join(drafter_folder, name), "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    for source in (*config.benchmarks, config.prompts, os.path.join(drafter_folder, DRAFT_VOCABULARY)):
+    for source in (*config.benchmarks, *config.prompts, os.path.join(drafter_folder, DRAFT_VOCABULARY)):
         if os.path.isfile(source):
             digest.update(Path(source).read_bytes())
     return digest.hexdigest()

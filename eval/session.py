@@ -11,7 +11,7 @@ import torch
 from data.chat import TemplateRejected, encode_prompt, messages_of
 from data.environment import choose_device
 from data.fetch_target import resolve_target
-from data.prompts import Prompt, load_prompts
+from data.prompts import Prompt, load_mixture, load_prompts
 from data.settings import RunConfig
 from models.checkpoint import Drafter, fit_to_target, load_drafter
 from models.target import Target, choose_dtype, load_target
@@ -61,10 +61,10 @@ class Session:
 
     def training_prompts(self, count: int, seed: int) -> list[list[int]]:
         """Ids of up to `count` usable training prompts. Raises ValueError when there is none."""
-        prompts = load_prompts(self.config.prompts, 2 * count, seed, "train")
+        prompts = load_mixture(self.config.prompts, 2 * count, seed, "train")
         usable = [ids for p in prompts if (ids := self.usable_ids(p.turns[:1], [])) is not None][:count]
         if not usable:
-            raise ValueError(f"prompts {self.config.prompts}: no training prompt is short enough to be answered")
+            raise ValueError(f"prompts {' '.join(self.config.prompts)}: no training prompt is short enough to be answered")
         return usable
 
 
@@ -115,6 +115,6 @@ def load_questions(session: Session) -> list[Question]:
         )
     if not questions:
         raise ValueError(f"benchmarks {' '.join(config.benchmarks)}: no prompt is left to evaluate")
-    if config.prompts in config.benchmarks and config.prompts != "builtin" and session.rank == 0:
+    if set(config.prompts) & set(config.benchmarks) - {"builtin"} and session.rank == 0:
         print("eval: prompts and benchmarks name the same file: the budget is then chosen on evaluated prompts")
     return questions
