@@ -64,7 +64,8 @@ class Session:
         prompts = load_mixture(self.config.prompts, 2 * count, seed, "train")
         usable = [ids for p in prompts if (ids := self.usable_ids(p.turns[:1], [])) is not None][:count]
         if not usable:
-            raise ValueError(f"prompts {' '.join(self.config.prompts)}: no training prompt is short enough to be answered")
+            sources = " ".join(self.config.prompts)
+            raise ValueError(f"prompts {sources}: no training prompt is short enough to be answered")
         return usable
 
 

@@ -1,0 +1,133 @@
+"""Every option of every stage, with its default, its help and the stages that list it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def option(default: Any, help: str, stages: str = "all"):
+    """A documented option; `stages` names the commands whose --help lists it."""
+    metadata = {"help": help, "stages": stages.split()}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class RunConfig:
+    """Our options. `training` holds the keys of transformers.TrainingArguments as given, unparsed."""
+
+    run_dir: str = option("runs/demo", "folder of everything that the run writes")
+    target: str = option(
+        "smollm2-135m-instruct", "folder, Hub id or .gguf file of the target; the default is the demo's model"
+    )
+    cache_dir: str = option("", "where the demo's model is kept (default: $XDG_CACHE_HOME or ~/.cache, under dartree)")
+    trust_remote_code: bool = option(False, "allow code that ships with the target")
+    device: str = option("auto", "auto, cpu or cuda")
+    dtype: str = option("auto", "auto, bf16 or fp32 for the target and for decoding")
+    seed: int = option(0, "seed of prompts, anchors, sampling and bootstrap")
+
+    prompts: list[str] = option(
+        ["builtin"],
+        'sources in equal parts: builtin (own generator), JSONL files of {"turns": [...]}, datasets ids',
+        "regenerate eval demo",
+    )
+    num_prompts: int = option(1536, "training prompts to answer", "regenerate demo")
+    max_prompt_length: int = option(512, "longer prompts are skipped and counted (tokens)", "regenerate eval demo")
+    max_answer_length: int = option(128, "answers are cut here (tokens)", "regenerate demo")
+    answer_temperature: float = option(0.0, "0 answers greedily", "regenerate demo")
+    answer_batch_size: int = option(64, "prompts answered at once", "regenerate demo")
+    keep_features: bool = option(
+        True, "store the taps of the answers (bf16), so that training needs no target forward", "regenerate train demo"
+    )
+    time_budget: float = option(
+        0.0, "seconds after which regenerate stops adding answers; 0 means no limit", "regenerate demo"
+    )
+
+    block_size: int = option(8, "slots of a block: the anchor and the masks", "train")
+    mask_token_id: int | None = option(
+        None, "id whose embedding fills the mask slots: never emitted, not pad, not eos", "train"
+    )
+    num_draft_layers: int = option(3, "layers of the drafter", "regenerate train")
+    target_layer_ids: list[int] = option(
+        [], "target layers to tap, 0-based (default: spread as in the DFlash paper)", "regenerate train"
+    )
+    num_taps: int = option(
+        0, "number of taps when target_layer_ids is empty (default: one a drafter layer)", "regenerate train"
+    )
+    shift_label: bool = option(False, "slot j predicts a+j+1 (shifted) instead of a+j (fill-in)", "train")
+    head: Literal["none", "domino", "markov_vanilla", "markov_gated", "markov_rnn"] = option(
+        "domino", "correction head", "train"
+    )
+    head_rank: int = option(256, "rank of the correction", "train")
+    gru_hidden_dim: int = option(1024, "state of Domino's GRU", "train")
+    pure_draft_prefix_len: int = option(1, "leading predicted tokens that the head leaves alone", "train")
+    draft_vocab_size: int = option(
+        0, "train head and loss on this many most frequent answer tokens; 0 means all", "train"
+    )
+    init_from_target: bool = option(True, "start the drafter's layers from the target's last layers", "train")
+
+    global_batch_size: int = option(
+        0,
+        "rows of an optimizer step over all ranks: derives per-device batch (its key is then the limit) and "
+        "accumulation; 0 leaves both as given",
+        "train",
+    )
+    anchors_per_row: int = option(24, "anchors drawn in each row and epoch", "train")
+    loss_gamma: float = option(4.0, "slot weight exp(-depth/gamma)", "train")
+    lambda_start: float = option(1.0, "share of the base loss at the first step", "train")
+    lambda_end: float = option(0.0, "share of the base loss at the last step", "train")
+    max_row_length: int = option(640, "rows are cut here (tokens)", "train")
+    loss_chunk: int = option(2048, "slots whose vocabulary logits exist at once", "train")
+
+    drafter: str = option(
+        "", "drafter checkpoint (default: the newest finished run of this config)", "eval export verify"
+    )
+    benchmarks: list[str] = option(
+        ["builtin"],
+        'builtin (held-out prompts of the generator), or paths of JSONL files of {"turns": [...]}',
+        "eval demo",
+    )
+    eval_prompts: int = option(16, "prompts of each benchmark", "eval demo")
+    max_new_tokens: int = option(64, "tokens emitted for each prompt", "eval demo verify")
+    methods: list[str] = option(
+        ["all"], "ar dflash_chain domino_chain ddtree per_node_serial dartree_fixed dartree_pruned", "eval demo verify"
+    )
+    temperatures: list[float] = option([0.0], "sampling temperatures of the target", "eval demo")
+    budget: int = option(64, "tree nodes B, the root not counted", "eval verify demo")
+    width: int = option(12, "nodes W kept at each depth by dartree_pruned", "eval verify demo")
+    candidates: int = option(64, "base candidates K at each depth", "eval verify demo")
+    beta: float = option(-0.2, "depth penalty of the final pruning, <= 0", "eval verify demo")
+    choose_budget: bool = option(
+        True, "also run dartree_pruned at a budget chosen from measured cost on training prompts", "eval demo"
+    )
+    near_tie: float = option(
+        1e-4, "fp32 top-2 gap under which a difference from AR counts as a near tie", "eval verify demo"
+    )
+    output: str = option("", "folder to write (default: RUN_DIR/export)", "export")
+
+    training: dict = option({}, "keys of transformers.TrainingArguments", "train")
+
+    def __post_init__(self):
+        for name in (
+            "budget",
+            "width",
+            "candidates",
+            "max_new_tokens",
+            "eval_prompts",
+            "num_prompts",
+            "answer_batch_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.beta > 0:
+            raise ValueError(
+                f"beta must be <= 0, got {self.beta}: a positive one breaks the closure of the pruned tree"
+            )
+        if any(t < 0 for t in self.temperatures):
+            raise ValueError(f"temperatures must be >= 0, got {self.temperatures}")
+
+    def path(self, *parts: str) -> str:
+        return os.path.join(self.run_dir, *parts)
