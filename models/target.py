@@ -12,6 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from .attention import causal_mask, tree_mask
+
+# One mask for all layers, or one for each layer type of a target with sliding windows.
+Masks = Tensor | dict[str, Tensor]
+
 # Layer kinds whose state cannot be rolled back or masked as a tree.
 _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv", "gated_delta")
 
@@ -103,6 +108,20 @@ class Target:
             first = int(ids[-1]) + 1 == len(ids)
             self._rows = {id(ids): (ids, weight[: len(ids)] if first else weight[ids].contiguous())}
         return self._rows[id(ids)][1]
+
+    def causal_masks(self, lengths_R: Tensor, width: int) -> Masks:
+        """What `forward(mask=...)` takes for right-padded prompts of the given lengths: [R, 1, width, width]."""
+        return causal_mask(lengths_R, width)
+
+    def tree_masks(self, parents_RM: Tensor, depths_RM: Tensor, lengths_R: Tensor, width: int) -> Masks:
+        """What `forward(mask=...)` takes for trees of M tokens (root first) after `lengths_R` cached columns.
+
+        Args:
+            parents_RM: index of each token's parent among the M; the root is its own parent.
+            depths_RM: 0 for the root; a token's position is length + depth.
+            width: columns that the cache returns, see `eval.decoding.cache.TreeCache.place`.
+        """
+        return tree_mask(parents_RM, lengths_R, width)
 
     @torch.inference_mode()
     def check_logits(self) -> None:

@@ -75,6 +75,12 @@ class ScriptedTarget:
     def logits(self, hidden, ids=None):
         return 10 * hidden if ids is None else 10 * hidden[..., ids]
 
+    def causal_masks(self, lengths_R, width):
+        return None
+
+    def tree_masks(self, parents_RM, depths_RM, lengths_R, width):
+        return None
+
     def forward(self, input_ids, tap_ids, with_final=False, **kwargs):
         self.forwards += 1
         final = self.embed(self.following[input_ids])
