@@ -38,9 +38,15 @@ class RunConfig:
     max_prompt_length: int = option(512, "longer prompts are skipped and counted (tokens)", "regenerate eval demo")
     max_answer_length: int = option(128, "answers are cut here (tokens)", "regenerate demo")
     answer_temperature: float = option(0.0, "0 answers greedily", "regenerate demo")
-    answer_batch_size: int = option(64, "prompts answered at once", "regenerate demo")
+    answer_batch_size: int = option(64, "rows answered, or read for features, at once", "regenerate features demo")
     keep_features: bool = option(
         True, "store the taps of the answers (bf16), so that training needs no target forward", "regenerate train demo"
+    )
+    features: Literal["auto", "online", "offline", "hybrid"] = option(
+        "auto",
+        "where training finds the target's hidden states: online (a forward each step), offline (RUN/cache, stage "
+        "features), hybrid (the first epoch fills RUN/cache), auto (what is stored and suffices, else online)",
+        "train",
     )
     time_budget: float = option(
         0.0, "seconds after which regenerate stops adding answers; 0 means no limit", "regenerate demo"
@@ -50,12 +56,12 @@ class RunConfig:
     mask_token_id: int | None = option(
         None, "id whose embedding fills the mask slots: never emitted, not pad, not eos", "train"
     )
-    num_draft_layers: int = option(3, "layers of the drafter", "regenerate train")
+    num_draft_layers: int = option(3, "layers of the drafter", "regenerate features train")
     target_layer_ids: list[int] = option(
-        [], "target layers to tap, 0-based (default: spread as in the DFlash paper)", "regenerate train"
+        [], "target layers to tap, 0-based (default: spread as in the DFlash paper)", "regenerate features train"
     )
     num_taps: int = option(
-        0, "number of taps when target_layer_ids is empty (default: one a drafter layer)", "regenerate train"
+        0, "number of taps when target_layer_ids is empty (default: one a drafter layer)", "regenerate features train"
     )
     shift_label: bool = option(False, "slot j predicts a+j+1 (shifted) instead of a+j (fill-in)", "train")
     head: Literal["none", "domino", "markov_vanilla", "markov_gated", "markov_rnn"] = option(
@@ -79,7 +85,14 @@ class RunConfig:
     loss_gamma: float = option(4.0, "slot weight exp(-depth/gamma)", "train")
     lambda_start: float = option(1.0, "share of the base loss at the first step", "train")
     lambda_end: float = option(0.0, "share of the base loss at the last step", "train")
-    max_row_length: int = option(640, "rows are cut here (tokens)", "train")
+    max_row_length: int = option(640, "rows are cut here (tokens)", "features train")
+    packing: bool = option(
+        False, "several conversations share a row of max_row_length tokens, each for itself", "train"
+    )
+    attention: Literal["auto", "sdpa", "flex"] = option(
+        "auto", "attention of the drafter in training; auto is flex on CUDA, sdpa elsewhere", "train"
+    )
+    dry_run: bool = option(False, "print parameters, memory, disk and steps of the run, and stop", "train")
     loss_chunk: int = option(2048, "slots whose vocabulary logits exist at once", "train")
 
     drafter: str = option(
