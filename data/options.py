@@ -24,6 +24,7 @@ class RunConfig:
         "smollm2-135m-instruct", "folder, Hub id or .gguf file of the target; the default is the demo's model"
     )
     cache_dir: str = option("", "where the demo's model is kept (default: $XDG_CACHE_HOME or ~/.cache, under dartree)")
+    target_adapter: str = option("", "folder of a LoRA adapter (peft) that is merged into the target")
     trust_remote_code: bool = option(False, "allow code that ships with the target")
     device: str = option("auto", "auto, cpu or cuda")
     dtype: str = option("auto", "auto, bf16 or fp32 for the target and for decoding")
@@ -95,6 +96,38 @@ class RunConfig:
     dry_run: bool = option(False, "print parameters, memory, disk and steps of the run, and stop", "train")
     loss_chunk: int = option(2048, "slots whose vocabulary logits exist at once", "train")
 
+    init_drafter: str = option(
+        "", "drafter checkpoint to start from: its backbone, and its head where the head's options agree", "train"
+    )
+    trainable: Literal["all", "head", "lora"] = option(
+        "all",
+        "what is trained: all weights; the head on a frozen backbone (lambda is then 0); LoRA on the backbone and the "
+        "head in full",
+        "train",
+    )
+    lora_rank: int = option(16, "rank of the LoRA adapter", "train")
+    lora_alpha: float = option(32.0, "LoRA adds alpha/rank times its product", "train")
+    lora_dropout: float = option(0.0, "dropout of LoRA's input", "train")
+    lora_targets: list[str] = option(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc"],
+        "linear layers of the drafter that get LoRA",
+        "train",
+    )
+    overfit_check: bool = option(
+        False, "train on one sample until decoding accepts whole blocks, say pass or fail, and stop", "train"
+    )
+    train_eval_prompts: int = option(
+        16, "held-out prompts decoded at each evaluation while training (eval_strategy, eval_steps)", "train"
+    )
+    train_eval_sources: list[str] = option(
+        [], "where they come from (default: benchmarks, beyond the eval_prompts that eval reports)", "train"
+    )
+    keep: Literal["best", "last"] = option(
+        "best",
+        "which weights become RUN/drafter when training evaluates: best by metric_for_best_model, or last",
+        "train",
+    )
+
     drafter: str = option(
         "", "drafter checkpoint (default: the newest finished run of this config)", "eval export verify"
     )
@@ -132,6 +165,8 @@ class RunConfig:
             "eval_prompts",
             "num_prompts",
             "answer_batch_size",
+            "train_eval_prompts",
+            "lora_rank",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

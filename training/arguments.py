@@ -18,6 +18,7 @@ from models.target import choose_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DEEPSPEED = "configs/deepspeed/zero1.json"
+SELECTS = "tau_dartree_pruned"  # the best checkpoint is the one with the longest acceptance of DARTree
 # Keys that follow from our own options, or that this trainer cannot honour.
 OURS = {
     "output_dir": "run_dir",
@@ -28,7 +29,7 @@ OURS = {
     "no_cuda": "device",
 }
 UNSUPPORTED = (
-    "do_eval eval_strategy eval_steps eval_on_start load_best_model_at_end remove_unused_columns label_names "
+    "do_eval load_best_model_at_end remove_unused_columns label_names "
     "dataloader_persistent_workers auto_find_batch_size fsdp torch_compile average_tokens_across_devices "
     "logging_nan_inf_filter disable_tqdm full_determinism"
 ).split()
@@ -93,6 +94,10 @@ def check_training_options(config: RunConfig, device: str) -> argparse.Namespace
     values.remove_unused_columns = False
     values.logging_nan_inf_filter = False
     values.disable_tqdm = True  # our own bar shows loss and accuracy
+    if values.eval_steps and "eval_strategy" not in given:
+        values.eval_strategy = "steps"
+    if values.eval_strategy != "no":
+        values.metric_for_best_model = values.metric_for_best_model or SELECTS
     values.logging_first_step = True if "logging_first_step" not in given else values.logging_first_step
     if values.per_device_train_batch_size < 1 or values.gradient_accumulation_steps < 1:
         raise ValueError("per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
