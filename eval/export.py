@@ -28,20 +28,22 @@ import models
 from data.answers import make_folder
 from data.settings import RunConfig, run_stage
 from models.checkpoint import (
-    OUTPUT_PROJECTIONS,
     WEIGHTS,
     Drafter,
     finished_drafter,
     load_drafter,
     save_draft_ids,
 )
+from models.heads import OUTPUT_PROJECTIONS
 from models.target import choose_dtype
 
 from .model_card import model_card
 from .report import read_provenance, read_results
 
 # The entry comes first; it imports the others relatively, which transformers' loader follows.
-MODELLING_FILES = ("drafter.py", "configuration.py", "heads.py")
+MODELLING_FILES = (
+    "drafter.py", "configuration.py", "heads.py", "head.py", "head_domino.py", "head_markov.py", "head_confidence.py",
+)  # fmt: skip
 # Keys of transformers' configurations that say nothing about a drafter.
 _NOISE = {
     "draft_vocab_size", "_name_or_path", "id2label", "label2id", "chunk_size_feed_forward", "is_encoder_decoder",

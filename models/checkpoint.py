@@ -21,10 +21,10 @@ from transformers import Qwen3Config
 
 from .configuration import DrafterSpec, merge_rope, spec_difference
 from .drafter import DFlashDraftModel
+from .heads import OUTPUT_PROJECTIONS
 from .target import Target
 
 WEIGHTS, DRAFT_VOCABULARY = "model.safetensors", "draft_vocabulary.safetensors"
-OUTPUT_PROJECTIONS = ("embed_proj.2.weight", "markov_head.markov_w2.weight")
 
 
 @dataclass

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, fields
 
 from transformers import Qwen3Config
 
-HEAD_TYPES = ("none", "domino", "markov_vanilla", "markov_gated", "markov_rnn")
+from .heads import HEADS
+
+HEAD_TYPES = ("none", *HEADS)
 # `causal_v5` is the older public name of the Domino projector.
-_PROJECTORS = {None: "none", "none": "none", "domino": "domino", "causal_v5": "domino"}
+_PROJECTORS = {None: "none", "causal_v5": "domino"} | {name: name for name in HEAD_TYPES}
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class DrafterSpec:
         head_rank: rank of the correction (Domino's `emb_dim`, Markov's rank).
         gru_hidden_dim: G, size of Domino's recurrent state.
         draft_vocab_size: number of tokens that the drafter can propose; None means all of them.
+        confidence_head: whether a confidence head predicts the acceptance of each drafted token.
+        confidence_with_markov: whether it looks at the Markov head's row of the previous token too.
     """
 
     block_size: int
@@ -44,6 +48,8 @@ class DrafterSpec:
     head_rank: int = 256
     gru_hidden_dim: int = 1024
     draft_vocab_size: int | None = None
+    confidence_head: bool = False
+    confidence_with_markov: bool = False
 
     def __post_init__(self):
         if self.block_size < 2:
@@ -59,6 +65,15 @@ class DrafterSpec:
         if self.head_type == "none":
             object.__setattr__(self, "head_rank", 0)
             object.__setattr__(self, "pure_draft_prefix_len", 0)
+        if not self.confidence_head:
+            object.__setattr__(self, "confidence_with_markov", False)
+        if self.confidence_with_markov and not self.head_type.startswith("markov_"):
+            raise ValueError(f"confidence_head_with_markov needs a Markov head, the head is {self.head_type!r}")
+        if self.head_type != "none" and self.pure_draft_prefix_len >= self.num_proposals:
+            raise ValueError(
+                f"pure_draft_prefix_len {self.pure_draft_prefix_len} leaves the head none of the "
+                f"{self.num_proposals} predicted tokens of block_size {self.block_size}"
+            )
 
     @property
     def num_proposals(self) -> int:
@@ -82,20 +97,24 @@ class DrafterSpec:
             "target_layer_ids": list(self.target_layer_ids),
             "shift_label": self.shift_label,
         }
-        if self.head_type == "domino":
-            nested |= {
-                "projector_type": "domino",
-                "emb_dim": self.head_rank,
-                "gru_hidden_dim": self.gru_hidden_dim,
-                "pure_draft_prefix_len": self.pure_draft_prefix_len,
-            }
-        elif self.head_type.startswith("markov_"):
+        if self.head_type.startswith("markov_"):
             nested |= {
                 "projector_type": "dspark",
                 "markov_rank": self.head_rank,
                 "markov_head_type": self.head_type.removeprefix("markov_"),
                 "pure_draft_prefix_len": self.pure_draft_prefix_len,
             }
+        elif self.head_type != "none":
+            state = {"gru_hidden_dim": self.gru_hidden_dim} if self.gru_hidden_dim else {}
+            nested |= {
+                "projector_type": self.head_type,
+                "emb_dim": self.head_rank,
+                **state,
+                "pure_draft_prefix_len": self.pure_draft_prefix_len,
+            }
+        if self.confidence_head:
+            nested["enable_confidence_head"] = True
+            nested["confidence_head_with_markov"] = self.confidence_with_markov
         keys = {
             "block_size": self.block_size,
             "mask_token_id": self.mask_token_id,
@@ -147,9 +166,11 @@ class DrafterSpec:
             head = {"head_type": _PROJECTORS[projector]}
         else:
             raise ValueError(f"unknown dflash_config.projector_type {projector!r}")
+        if head["head_type"] in HEADS and projector != "dspark":
+            head["head_rank"] = nested["emb_dim"] if "emb_dim" in nested else required("emb_dim")
         if head["head_type"] == "domino":
-            for ours, theirs in (("head_rank", "emb_dim"), ("gru_hidden_dim", "gru_hidden_dim")):
-                head[ours] = nested[theirs] if theirs in nested else required(theirs)
+            state = "gru_hidden_dim"
+            head[state] = nested[state] if state in nested else required(state)
             if "shift_label" not in nested:
                 raise ValueError("a Domino checkpoint must say dflash_config.shift_label: both layouts are in use")
         return cls(
@@ -160,6 +181,8 @@ class DrafterSpec:
             shift_label=bool(nested.get("shift_label", False)),
             pure_draft_prefix_len=int(nested.get("pure_draft_prefix_len", 0)),
             draft_vocab_size=flat.get("draft_vocab_size"),
+            confidence_head=bool(nested.get("enable_confidence_head", False)),
+            confidence_with_markov=bool(nested.get("confidence_head_with_markov", False)),
             **head,
         )
 

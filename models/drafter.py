@@ -26,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration import DrafterSpec
+from .head_confidence import build_confidence
 from .heads import build_head
 
 
@@ -113,6 +114,7 @@ class DFlashDraftModel(PreTrainedModel):
         for name, module in head.named_children() if head is not None else ():
             self.add_module(name, module)
         object.__setattr__(self, "head", head)
+        self.confidence_head = build_confidence(self.spec, config.hidden_size, head)
         self.post_init()
 
     def context_features(self, taps_RCLD: Tensor) -> Tensor:

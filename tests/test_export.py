@@ -247,7 +247,8 @@ def test_command_exports_and_replaces_its_own_export(tmp_path, capsys):
     assert torch.equal(load_file(output / "model.safetensors")["fc.weight"], new)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["drafter", "export"]
     assert sorted(p.name for p in output.iterdir()) == [
-        "README.md", "config.json", "configuration.py", "drafter.py", "export.json", "heads.py", "model.safetensors",
+        "README.md", "block_attention.py", "config.json", "configuration.py", "drafter.py", "export.json", "head.py", "head_confidence.py",
+        "head_domino.py", "head_markov.py", "heads.py", "model.safetensors",
     ]  # fmt: skip
 
 

@@ -1,10 +1,18 @@
 """Correction heads against naive forwards written from the formulas of METHODS section 2."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from eval.decoding.proposals import DraftProposer, TreeOptions
+from models import configuration
+from models.checkpoint import load_drafter
 from models.configuration import DrafterSpec
-from models.heads import build_head
+from models.head import CorrectionHead
+from models.head_confidence import build_confidence
+from models.heads import HEADS, build_head
+from tiny import tiny_drafter, tiny_target
 
 D, V, E, G, T = 6, 11, 4, 5, 4
 
@@ -98,3 +106,85 @@ def test_reduced_draft_vocabulary_has_fewer_output_rows_but_reads_all_tokens():
 
 def test_no_head_is_none():
     assert make("none") is None
+
+
+@pytest.mark.parametrize("kind", ["markov_vanilla", "markov_gated", "markov_rnn"])
+def test_previous_rows_are_those_of_the_anchor_and_the_labels_before(kind):
+    """TRAPS 8 for the confidence head: before prediction 0 comes the anchor, before t comes label t - 1."""
+    head, table = make(kind, draft=4), torch.randn(V, D)
+    tokens = torch.tensor([3, 9, 0, 7])
+    _, rows = head.teacher_forced(torch.tensor(5), tokens, lambda ids: table[ids], torch.randn(T, D))
+    assert torch.equal(rows, head.markov_head.markov_w1.weight[torch.tensor([5, 3, 9, 0])])
+
+
+def test_confidence_is_a_linear_map_of_state_and_previous_row():
+    torch.manual_seed(1)
+    spec = DrafterSpec(
+        5, 0, (0,), 4, head_type="markov_rnn", head_rank=E, confidence_head=True, confidence_with_markov=True
+    )
+    confidence = build_confidence(spec, D, build_head(spec, D, V))
+    hidden, row = torch.randn(2, D), torch.randn(2, E)
+    weight, bias = confidence.proj.weight[0], confidence.proj.bias[0]
+    expected = torch.stack([weight @ torch.cat([hidden[i], row[i]]) + bias for i in range(2)])
+    torch.testing.assert_close(confidence(hidden, row), expected)
+    alone = build_confidence(replace(spec, confidence_with_markov=False), D, None)
+    assert alone.proj.weight.shape == (1, D)
+    torch.testing.assert_close(alone(hidden, None), hidden @ alone.proj.weight[0] + alone.proj.bias[0])
+
+
+@pytest.mark.parametrize("kind", ["none", "domino"])
+def test_heads_without_a_table_of_tokens_cannot_give_it_to_the_confidence_head(kind):
+    with pytest.raises(ValueError, match=f"confidence_head_with_markov needs a Markov head, the head is '{kind}'"):
+        DrafterSpec(5, 0, (0,), 4, head_type=kind, confidence_head=True, confidence_with_markov=True)
+
+
+def test_a_prefix_that_leaves_the_head_no_token_is_refused():
+    with pytest.raises(ValueError, match="pure_draft_prefix_len 4 leaves the head none of the 4 predicted tokens"):
+        DrafterSpec(5, 0, (0,), 4, head_type="markov_gated", pure_draft_prefix_len=4)
+
+
+class CountingHead(CorrectionHead):
+    """A head in a few lines: the correction is a learned vector for the number of tokens seen."""
+
+    output_name = "counting.weight"
+
+    def __init__(self, rank, vocab_size):
+        super().__init__()
+        self.counting = torch.nn.Linear(rank, vocab_size, bias=False)
+        self.rank = rank
+
+    @classmethod
+    def build(cls, spec, hidden_size, vocab_size):
+        return cls(spec.head_rank, spec.draft_vocab_size or vocab_size)
+
+    @property
+    def output(self):
+        return self.counting
+
+    def prepare(self, hidden):
+        return hidden[..., :0]
+
+    def initial_state(self, anchor, embed):
+        return torch.ones(*anchor.shape, self.rank)
+
+    def code(self, state, slot):
+        return state
+
+    def advance(self, state, token, embed, slot):
+        return state + 1
+
+
+def test_a_new_head_is_a_class_and_a_name(monkeypatch, tmp_path):
+    """It builds, drafts a tree, and survives a checkpoint without a change elsewhere."""
+    monkeypatch.setitem(HEADS, "counting", CountingHead)
+    monkeypatch.setattr(configuration, "HEAD_TYPES", ("none", *HEADS))
+    monkeypatch.setitem(configuration._PROJECTORS, "counting", "counting")
+    target = tiny_target()
+    drafter = tiny_drafter(target, head_type="counting", head_rank=3)
+    drafter.model.save_pretrained(tmp_path)
+    again = load_drafter(str(tmp_path))
+    assert again.spec == drafter.spec and again.spec.head_type == "counting"
+    assert torch.equal(again.model.counting.weight, drafter.model.counting.weight)
+    proposer = DraftProposer(target, again, "dartree_fixed", TreeOptions(budget=8, candidates=4))
+    proposer.begin(torch.randn(1, 3, 64), [3], capacity=32)
+    assert proposer.build(proposer.draft(torch.tensor([5]))).sizes == [8]

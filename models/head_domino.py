@@ -1,0 +1,55 @@
+"""Domino's head (arXiv 2605.29707 section 3): a GRU over the drafted tokens corrects the logits of the next one.
+
+Copied into exports: torch only. Shape suffixes: as in head.py.
+"""
+
+from __future__ import annotations
+
+
+from torch import Tensor, nn
+
+from .head import CorrectionHead, Embed, linear
+
+
+class DominoHead(CorrectionHead):
+    """One-layer bias-free GRU over token embeddings; code = SiLU(W1 [h ; s])."""
+
+    output_name = "embed_proj.2.weight"
+
+    def __init__(self, hidden_size: int, state_size: int, rank: int, vocab_size: int):
+        super().__init__()
+        self.prefix_gru = nn.GRU(hidden_size, state_size, bias=False)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(hidden_size + state_size, rank, bias=False), nn.SiLU(), nn.Linear(rank, vocab_size, bias=False)
+        )
+        self.hidden_size, self.state_size = hidden_size, state_size
+
+    @classmethod
+    def build(cls, spec, hidden_size: int, vocab_size: int) -> DominoHead:
+        return cls(hidden_size, spec.gru_hidden_dim, spec.head_rank, spec.draft_vocab_size or vocab_size)
+
+    @property
+    def output(self) -> nn.Linear:
+        return self.embed_proj[2]
+
+    def prepare(self, hidden: Tensor) -> Tensor:
+        # W1 [h ; s] = W1[:, :D] h + W1[:, D:] s: the first term is shared by all parents at a depth.
+        return linear(hidden, self.embed_proj[0].weight[:, : self.hidden_size])
+
+    def initial_state(self, anchor: Tensor, embed: Embed) -> Tensor:
+        embeds = embed(anchor)
+        return self._step(embeds, embeds.new_zeros(*anchor.shape, self.state_size))
+
+    def code(self, state: Tensor, slot: Tensor) -> Tensor:
+        projected = linear(state, self.embed_proj[0].weight[:, self.hidden_size :])
+        return self.embed_proj[1](slot + projected)
+
+    def advance(self, state: Tensor, token: Tensor, embed: Embed, slot: Tensor) -> Tensor:
+        return self._step(embed(token), state)
+
+    def _step(self, embeds: Tensor, state: Tensor) -> Tensor:
+        # A sequence of one step, all blocks or nodes as its batch.
+        flat_state = state.reshape(1, -1, self.state_size).contiguous()
+        flat_embeds = embeds.reshape(1, -1, self.hidden_size).to(state.dtype)
+        _, state_new = self.prefix_gru(flat_embeds, flat_state)
+        return state_new.view(state.shape)
