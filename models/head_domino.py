@@ -5,7 +5,6 @@ Copied into exports: torch only. Shape suffixes: as in head.py.
 
 from __future__ import annotations
 
-
 from torch import Tensor, nn
 
 from .head import CorrectionHead, Embed, linear
