@@ -70,7 +70,14 @@ class RunConfig:
     )
     head_rank: int = option(256, "rank of the correction", "train")
     gru_hidden_dim: int = option(1024, "state of Domino's GRU", "train")
-    pure_draft_prefix_len: int = option(1, "leading predicted tokens that the head leaves alone", "train")
+    pure_draft_prefix_len: int | None = option(
+        None, "leading predicted tokens that the head leaves alone (default: 1 for domino, 0 for other heads)", "train"
+    )
+    enable_confidence_head: bool = option(False, "train a confidence head: how likely is each token accepted?", "train")
+    confidence_head_with_markov: bool = option(
+        False, "the confidence head looks at the Markov head's row of the previous token too", "train"
+    )
+    confidence_detach: bool = option(True, "the confidence loss trains the confidence head alone", "train")
     draft_vocab_size: int = option(
         0, "train head and loss on this many most frequent answer tokens; 0 means all", "train"
     )
@@ -83,9 +90,20 @@ class RunConfig:
         "train",
     )
     anchors_per_row: int = option(24, "anchors drawn in each row and epoch", "train")
-    loss_gamma: float = option(4.0, "slot weight exp(-depth/gamma)", "train")
+    ce_weight: float = option(1.0, "weight of the cross entropy on the target's tokens", "train")
+    kl_weight: float = option(0.0, "weight of the forward KL(target || drafter)", "train")
+    tv_weight: float = option(0.0, "weight of the total variation, un-halved: sum |target - drafter|", "train")
+    confidence_weight: float = option(1.0, "weight of the confidence head's loss, where there is one", "train")
+    position_weights: Literal["exponential", "dpace"] = option(
+        "exponential", "slot weights: exp(-depth/loss_gamma), or D-PACE from the drafter's own probabilities", "train"
+    )
+    loss_gamma: float = option(4.0, "gamma of the exponential slot weights", "train")
+    dpace_alpha: float = option(0.5, "smoothing of D-PACE: s = (1-alpha) p(label) + alpha", "train")
     lambda_start: float = option(1.0, "share of the base loss at the first step", "train")
-    lambda_end: float = option(0.0, "share of the base loss at the last step", "train")
+    lambda_end: float = option(0.0, "share of the base loss at the end of lambda_horizon", "train")
+    lambda_horizon: float = option(
+        1.0, "fraction of the run over which the share of the base loss goes from lambda_start to lambda_end", "train"
+    )
     max_row_length: int = option(640, "rows are cut here (tokens)", "features train")
     packing: bool = option(
         False, "several conversations share a row of max_row_length tokens, each for itself", "train"
@@ -94,7 +112,9 @@ class RunConfig:
         "auto", "attention of the drafter in training; auto is flex on CUDA, sdpa elsewhere", "train"
     )
     dry_run: bool = option(False, "print parameters, memory, disk and steps of the run, and stop", "train")
-    loss_chunk: int = option(2048, "slots whose vocabulary logits exist at once", "train")
+    loss_chunk: int = option(
+        0, "slots whose vocabulary logits exist at once; 0 holds one such array at 64 MiB", "train"
+    )
 
     init_drafter: str = option(
         "", "drafter checkpoint to start from: its backbone, and its head where the head's options agree", "train"
@@ -146,6 +166,13 @@ class RunConfig:
     width: int = option(12, "nodes W kept at each depth by dartree_pruned", "eval verify demo")
     candidates: int = option(64, "base candidates K at each depth", "eval verify demo")
     beta: float = option(-0.2, "depth penalty of the final pruning, <= 0", "eval verify demo")
+    confidence_threshold: float = option(
+        0.0,
+        "a head's chain ends before the first token whose confidence lies below, with the temperature of "
+        "RUN/calibration.json if there is one; 0 is off",
+        "eval verify demo",
+    )
+    calibration_prompts: int = option(32, "training prompts decoded to calibrate the confidence head", "calibrate")
     choose_budget: bool = option(
         True, "also run dartree_pruned at a budget chosen from measured cost on training prompts", "eval demo"
     )
@@ -176,6 +203,28 @@ class RunConfig:
             )
         if any(t < 0 for t in self.temperatures):
             raise ValueError(f"temperatures must be >= 0, got {self.temperatures}")
+        if self.pure_draft_prefix_len is None:
+            self.pure_draft_prefix_len = int(self.head == "domino")
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        for name in ("ce_weight", "kl_weight", "tv_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.ce_weight + self.kl_weight + self.tv_weight == 0:
+            raise ValueError("ce_weight, kl_weight and tv_weight are all 0: nothing would be learned")
+        if self.enable_confidence_head and self.confidence_weight <= 0:
+            raise ValueError(f"enable_confidence_head needs a confidence_weight > 0, got {self.confidence_weight}")
+        for name in ("lambda_start", "lambda_end", "dpace_alpha", "confidence_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
+        if not 0 < self.lambda_horizon <= 1:
+            raise ValueError(f"lambda_horizon must lie above 0 and at most at 1, got {self.lambda_horizon}")
+        for name in ("loss_gamma", "calibration_prompts"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk must be >= 0, got {self.loss_chunk}")
 
     def path(self, *parts: str) -> str:
         return os.path.join(self.run_dir, *parts)
