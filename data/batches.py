@@ -14,14 +14,16 @@ from torch import Tensor
 
 @dataclass
 class Sample:
-    """One row with the anchors of one epoch.
+    """One row with the anchors of one epoch: a document, or several that share the row (`pack_samples`).
 
     Attributes:
         id: row id, for messages.
         tokens_S: int64 prompt and answer tokens, cut to the row limit.
-        supervised_S: bool, True at answer tokens.
+        supervised_S: bool, True at answer tokens; never at the first token of a row's later documents.
         anchors_N: int64 ascending anchor positions, at least one.
         taps_SC: taps of (at least) the tokens before the last anchor; None when they are captured online.
+        final_SD: final hidden states of the target where they are stored, else None.
+        documents: (id, length) of each document of a packed row; empty for a row that is one document.
     """
 
     id: str
@@ -29,6 +31,16 @@ class Sample:
     supervised_S: Tensor
     anchors_N: Tensor
     taps_SC: Tensor | None
+    final_SD: Tensor | None = None
+    documents: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def starts_S(self) -> Tensor:
+        """Position at which each token's document starts."""
+        if not self.documents:
+            return torch.zeros_like(self.tokens_S)
+        lengths_K = torch.tensor([length for _, length in self.documents])
+        return (lengths_K.cumsum(0) - lengths_K).repeat_interleave(lengths_K)
 
 
 @dataclass
@@ -36,21 +48,25 @@ class Batch:
     """Rows padded to common sizes. Padding anchors sit at position 0 and have no weight.
 
     Attributes:
-        ids: row ids.
+        ids: ids of the documents.
+        documents: of each row, (id, start, length) of its documents.
         tokens_RS: int64 context tokens; S is the last anchor of the batch, since no block sees further.
         context_mask_RS: bool, True at real tokens.
-        anchors_RN: int64 anchor positions.
+        anchors_RN: int64 anchor positions in the row.
+        starts_RN: int64 position at which the anchor's document starts: its block sees nothing before.
         block_ids_RNB: int64 input ids of the blocks: the anchor token, then mask tokens.
         labels_RNT: int64 true tokens at anchor+1 .. anchor+T, in the target's ids; 0 past the end of a row.
         weights_RNT: fp32 slot weights, zero where a slot is not supervised.
-        position_ids_RP: int64 [R, S + N*B] positions of the context and of the slots.
+        position_ids_RP: int64 [R, S + N*B] positions of the context and of the slots, each inside its document.
         taps_RSC: taps of the context; None when they are captured online.
     """
 
     ids: list[str]
+    documents: list[list[tuple[str, int, int]]]
     tokens_RS: Tensor
     context_mask_RS: Tensor
     anchors_RN: Tensor
+    starts_RN: Tensor
     block_ids_RNB: Tensor
     labels_RNT: Tensor
     weights_RNT: Tensor
@@ -86,49 +102,107 @@ def block_labels(sample: Sample, depths: int, gamma: float, draft_V: Tensor | No
 
 
 def collate(
-    samples: list[Sample], block_size: int, depths: int, mask_token_id: int, gamma: float, draft_V: Tensor | None = None
+    samples: list[Sample],
+    block_size: int,
+    depths: int,
+    mask_token_id: int,
+    gamma: float,
+    draft_V: Tensor | None = None,
+    sizes: tuple[int, int] = (1, 1),
+    whole: bool = False,
 ) -> Batch:
-    """Pads samples to one batch. What a row contributes does not depend on the others (TRAPS 9)."""
+    """Pads samples to one batch. What a row contributes does not depend on the others (TRAPS 9).
+
+    Args:
+        sizes: least number of anchors and of context tokens: with those of the whole data set every batch has the same
+            shape, as compiled kernels want it.
+        whole: keep the tokens after the last anchor, for features that are stored.
+    """
     rows = len(samples)
-    anchors = max(len(s.anchors_N) for s in samples)
+    anchors = max(sizes[0], *(len(s.anchors_N) for s in samples))
     # The context is cut at the last anchor: its own feature and all later ones are seen by no block.
-    context = max(1, max(int(s.anchors_N[-1]) for s in samples))
+    context = max(sizes[1], *(len(s.tokens_S) if whole else int(s.anchors_N[-1]) for s in samples))
     tokens_RS = torch.zeros(rows, context, dtype=torch.long)
     lengths_R = torch.tensor([min(context, len(s.tokens_S)) for s in samples])
+    positions_RS = torch.arange(context).repeat(rows, 1)
     anchors_RN = torch.zeros(rows, anchors, dtype=torch.long)
+    starts_RN = torch.zeros_like(anchors_RN)
     block_ids_RNB = torch.full((rows, anchors, block_size), mask_token_id)
     labels_RNT = torch.zeros(rows, anchors, depths, dtype=torch.long)
     weights_RNT = torch.zeros(rows, anchors, depths)
     for r, sample in enumerate(samples):
         n = len(sample.anchors_N)
         tokens_RS[r, : lengths_R[r]] = sample.tokens_S[:context]
-        anchors_RN[r, :n] = sample.anchors_N
+        anchors_RN[r, :n], starts_S = sample.anchors_N, sample.starts_S
+        starts_RN[r, :n] = starts_S[sample.anchors_N]
+        positions_RS[r, : lengths_R[r]] -= starts_S[:context]
         block_ids_RNB[r, :, 0] = sample.tokens_S[anchors_RN[r]]
         labels_RNT[r, :n], weights_RNT[r, :n] = block_labels(sample, depths, gamma, draft_V)
-    positions = torch.arange(context).expand(rows, context)
-    slots = (anchors_RN[..., None] + torch.arange(block_size)).flatten(1)
+    slots = ((anchors_RN - starts_RN)[..., None] + torch.arange(block_size)).flatten(1)
+    documents = [_places(s) for s in samples]
     return Batch(
-        ids=[s.id for s in samples],
+        ids=[name for row in documents for name, _, _ in row],
+        documents=documents,
         tokens_RS=tokens_RS,
         context_mask_RS=torch.arange(context) < lengths_R[:, None],
         anchors_RN=anchors_RN,
+        starts_RN=starts_RN,
         block_ids_RNB=block_ids_RNB,
         labels_RNT=labels_RNT,
         weights_RNT=weights_RNT,
-        position_ids_RP=torch.cat([positions, slots], dim=1),
+        position_ids_RP=torch.cat([positions_RS, slots], dim=1),
         taps_RSC=_pad_taps(samples, context),
     )
 
 
+def pack_samples(samples: list[Sample]) -> Sample:
+    """One row of several documents. Anchors, labels and weights stay those of each document alone."""
+    for sample in samples:
+        _check_taps(sample)
+    lengths = [len(s.tokens_S) for s in samples]
+    starts = [sum(lengths[:i]) for i in range(len(samples))]
+    supervised_S = torch.cat([s.supervised_S for s in samples])
+    supervised_S[starts] = False  # a block that runs past its document's end meets no label there
+    return Sample(
+        id="+".join(s.id for s in samples),
+        tokens_S=torch.cat([s.tokens_S for s in samples]),
+        supervised_S=supervised_S,
+        anchors_N=torch.cat([s.anchors_N + start for s, start in zip(samples, starts, strict=True)]),
+        taps_SC=_join([s.taps_SC for s in samples], lengths),
+        final_SD=_join([s.final_SD for s in samples], lengths),
+        documents=tuple((s.id, length) for s, length in zip(samples, lengths, strict=True)),
+    )
+
+
+def _check_taps(sample: Sample) -> None:
+    needed = int(sample.anchors_N[-1])
+    if sample.taps_SC is not None and len(sample.taps_SC) < needed:
+        raise ValueError(f"row {sample.id}: {len(sample.taps_SC)} stored features, an anchor needs {needed}")
+
+
+def _join(features: list[Tensor | None], lengths: list[int]) -> Tensor | None:
+    """Features of documents in a row; a document has one feature less than tokens, or more when it was cut."""
+    if any(f is None for f in features):
+        return None
+    pieces = [f[:length] for f, length in zip(features, lengths, strict=True)]
+    padding = [f.new_zeros(length - len(f), f.shape[1]) for f, length in zip(pieces, lengths, strict=True)]
+    return torch.cat([part for pair in zip(pieces, padding, strict=True) for part in pair])
+
+
+def _places(sample: Sample) -> list[tuple[str, int, int]]:
+    documents, places = sample.documents or ((sample.id, len(sample.tokens_S)),), []
+    for name, length in documents:
+        places.append((name, places[-1][1] + places[-1][2] if places else 0, length))
+    return places
+
+
 def _pad_taps(samples: list[Sample], context: int) -> Tensor | None:
-    if samples[0].taps_SC is None:
+    if any(s.taps_SC is None for s in samples):
         return None
     first = samples[0].taps_SC
     padded = first.new_zeros(len(samples), context, first.shape[1])
     for row, sample in zip(padded, samples, strict=True):
-        needed = int(sample.anchors_N[-1])
-        if len(sample.taps_SC) < needed:
-            raise ValueError(f"row {sample.id}: {len(sample.taps_SC)} stored features, an anchor needs {needed}")
+        _check_taps(sample)
         length = min(context, len(sample.taps_SC))
         row[:length] = sample.taps_SC[:length]
     return padded
