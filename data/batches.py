@@ -22,7 +22,8 @@ class Sample:
         supervised_S: bool, True at answer tokens; never at the first token of a row's later documents.
         anchors_N: int64 ascending anchor positions, at least one.
         taps_SC: taps of (at least) the tokens before the last anchor; None when they are captured online.
-        final_SD: final hidden states of the target where they are stored, else None.
+        final_SD: the target's final hidden states (input of its LM head) of all tokens but perhaps the last of each
+            document, where they are stored, else None.
         documents: (id, length) of each document of a packed row; empty for a row that is one document.
     """
 
@@ -50,7 +51,8 @@ class Batch:
     Attributes:
         ids: ids of the documents.
         documents: of each row, (id, start, length) of its documents.
-        tokens_RS: int64 context tokens; S is the last anchor of the batch, since no block sees further.
+        tokens_RS: int64 context tokens; S is the last anchor of the batch, since no block sees further, or the last
+            anchor + T where the loss needs the target's distribution, which is read at the token before each label.
         context_mask_RS: bool, True at real tokens.
         anchors_RN: int64 anchor positions in the row.
         starts_RN: int64 position at which the anchor's document starts: its block sees nothing before.
@@ -59,6 +61,7 @@ class Batch:
         weights_RNT: fp32 slot weights, zero where a slot is not supervised.
         position_ids_RP: int64 [R, S + N*B] positions of the context and of the slots, each inside its document.
         taps_RSC: taps of the context; None when they are captured online.
+        final_RSD: the target's final hidden states of the same tokens; None when captured online or not needed.
     """
 
     ids: list[str]
@@ -72,6 +75,7 @@ class Batch:
     weights_RNT: Tensor
     position_ids_RP: Tensor
     taps_RSC: Tensor | None = None
+    final_RSD: Tensor | None = None
 
 
 def row_tensors(prompt_ids: list[int], answer_ids: list[int], limit: int) -> tuple[Tensor, Tensor]:
@@ -85,7 +89,7 @@ def block_labels(sample: Sample, depths: int, gamma: float, draft_V: Tensor | No
 
     The mask is read at the *predicted* token, never at the slot (TRAPS 6). A depth counts only while all depths before
     it count too (contiguous prefix, DSpark's rule), and has weight exp(-(t-1)/gamma) at depth t = 1..T, which is the
-    rule of both label layouts (METHODS section 1).
+    rule of both label layouts (METHODS section 1). An infinite gamma gives the mask alone, as D-PACE needs it.
 
     Args:
         draft_V: bool, True at the tokens that the drafter can propose; a label outside ends the block's prefix.
@@ -110,6 +114,7 @@ def collate(
     draft_V: Tensor | None = None,
     sizes: tuple[int, int] = (1, 1),
     whole: bool = False,
+    teacher: bool = False,
 ) -> Batch:
     """Pads samples to one batch. What a row contributes does not depend on the others (TRAPS 9).
 
@@ -117,11 +122,13 @@ def collate(
         sizes: least number of anchors and of context tokens: with those of the whole data set every batch has the same
             shape, as compiled kernels want it.
         whole: keep the tokens after the last anchor, for features that are stored.
+        teacher: whether the loss needs the target's distribution at the labels (`RunConfig.needs_teacher`).
     """
     rows = len(samples)
     anchors = max(sizes[0], *(len(s.anchors_N) for s in samples))
     # The context is cut at the last anchor: its own feature and all later ones are seen by no block.
-    context = max(sizes[1], *(len(s.tokens_S) if whole else int(s.anchors_N[-1]) for s in samples))
+    ends = [len(s.tokens_S) if whole else int(s.anchors_N[-1]) + depths * teacher for s in samples]
+    context = max(sizes[1], *(min(end, len(s.tokens_S)) for end, s in zip(ends, samples, strict=True)))
     tokens_RS = torch.zeros(rows, context, dtype=torch.long)
     lengths_R = torch.tensor([min(context, len(s.tokens_S)) for s in samples])
     positions_RS = torch.arange(context).repeat(rows, 1)
@@ -151,7 +158,8 @@ def collate(
         labels_RNT=labels_RNT,
         weights_RNT=weights_RNT,
         position_ids_RP=torch.cat([positions_RS, slots], dim=1),
-        taps_RSC=_pad_taps(samples, context),
+        taps_RSC=_pad(samples, "taps_SC", context),
+        final_RSD=_pad(samples, "final_SD", context) if teacher else None,
     )
 
 
@@ -196,13 +204,14 @@ def _places(sample: Sample) -> list[tuple[str, int, int]]:
     return places
 
 
-def _pad_taps(samples: list[Sample], context: int) -> Tensor | None:
-    if any(s.taps_SC is None for s in samples):
+def _pad(samples: list[Sample], name: str, context: int) -> Tensor | None:
+    """Stored features of the rows; None when any row lacks them, so that the target is asked for all."""
+    features = [getattr(s, name) for s in samples]
+    if any(f is None for f in features):
         return None
-    first = samples[0].taps_SC
-    padded = first.new_zeros(len(samples), context, first.shape[1])
-    for row, sample in zip(padded, samples, strict=True):
+    padded = features[0].new_zeros(len(samples), context, features[0].shape[1])
+    for row, sample, stored in zip(padded, samples, features, strict=True):
         _check_taps(sample)
-        length = min(context, len(sample.taps_SC))
-        row[:length] = sample.taps_SC[:length]
+        length = min(context, len(stored))
+        row[:length] = stored[:length]
     return padded

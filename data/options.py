@@ -153,10 +153,14 @@ class RunConfig:
     )
     benchmarks: list[str] = option(
         ["builtin"],
-        'builtin (held-out prompts of the generator), or paths of JSONL files of {"turns": [...]}',
+        "builtin (held-out prompts of the generator), gsm8k math500 aime25 humaneval mbpp mt-bench alpaca livecodebench, "
+        'or paths of JSONL files of {"turns": [...]}',
         "eval demo",
     )
-    eval_prompts: int = option(16, "prompts of each benchmark", "eval demo")
+    benchmark_dir: str = option("", "folder of NAME.jsonl files that stand for the benchmarks of the Hub", "eval demo")
+    eval_prompts: int = option(
+        16, "prompts of each benchmark, chosen by the seed; 0 means as many as the published tables", "eval demo"
+    )
     max_new_tokens: int = option(64, "tokens emitted for each prompt", "eval demo verify")
     methods: list[str] = option(
         ["all"], "ar dflash_chain domino_chain ddtree per_node_serial dartree_fixed dartree_pruned", "eval demo verify"
@@ -176,6 +180,15 @@ class RunConfig:
     choose_budget: bool = option(
         True, "also run dartree_pruned at a budget chosen from measured cost on training prompts", "eval demo"
     )
+    acceptance: list[Literal["sample-match", "rejection"]] = option(
+        ["sample-match"], "how chains accept at T > 0: sample-match, rejection, or both, a row each", "eval"
+    )
+    sweep_budget: list[int] = option([], "values of B to compare for ddtree and dartree_pruned", "eval")
+    sweep_width: list[int] = option([], "values of W to compare for dartree_pruned", "eval")
+    sweep_candidates: list[int] = option([], "values of K to compare for dartree_pruned", "eval")
+    sweep_beta: list[float] = option([], "values of beta to compare for dartree_pruned", "eval")
+    sweep_benchmark: str = option("", "benchmark of the sweeps (default: the first one)", "eval")
+    sweep_prompts: int = option(8, "prompts of the sweeps", "eval")
     near_tie: float = option(
         1e-4, "fp32 top-2 gap under which a difference from AR counts as a near tie", "eval verify demo"
     )
@@ -189,7 +202,7 @@ class RunConfig:
             "width",
             "candidates",
             "max_new_tokens",
-            "eval_prompts",
+            "sweep_prompts",
             "num_prompts",
             "answer_batch_size",
             "train_eval_prompts",
@@ -197,15 +210,26 @@ class RunConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.beta > 0:
-            raise ValueError(
-                f"beta must be <= 0, got {self.beta}: a positive one breaks the closure of the pruned tree"
-            )
+        if self.eval_prompts < 0:
+            raise ValueError(f"eval_prompts must be at least 0, got {self.eval_prompts}")
+        for name, values in (("beta", [self.beta]), ("sweep_beta", self.sweep_beta)):
+            if any(value > 0 for value in values):
+                raise ValueError(
+                    f"{name} must be <= 0, got {max(values)}: a positive one breaks the closure of the pruned tree"
+                )
+        for name in ("sweep_budget", "sweep_width", "sweep_candidates"):
+            if any(value < 1 for value in getattr(self, name)):
+                raise ValueError(f"{name}: every value must be at least 1, got {min(getattr(self, name))}")
         if any(t < 0 for t in self.temperatures):
             raise ValueError(f"temperatures must be >= 0, got {self.temperatures}")
         if self.pure_draft_prefix_len is None:
             self.pure_draft_prefix_len = int(self.head == "domino")
         self._check_loss()
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss needs the target's own distribution, and so its final hidden states."""
+        return self.kl_weight > 0 or self.tv_weight > 0 or self.enable_confidence_head
 
     def _check_loss(self) -> None:
         for name in ("ce_weight", "kl_weight", "tv_weight"):
