@@ -1,27 +1,86 @@
-"""The distillation loss: cross entropy of base and corrected logits on the target's own tokens (METHODS section 2).
+"""The distillation loss: a mixture of terms by base and corrected logits, on the target's own tokens (METHODS 1, 2).
+
+    slot loss = (1 - lam) * mixture(final logits) + lam * mixture(base logits)
+    mixture   = ce * CE + kl * KL(target || drafter) + tv * sum |target - drafter|
+    loss      = sum over slots of weight * (slot loss + confidence * BCE(confidence head, acceptance of final logits))
+
+Slots that no head corrects have base logits alone. The confidence head is judged by the final logits and takes no part
+in the curriculum; its target, the chance that a sample of the drafter at T=1 is accepted, is 1 - sum |t - p| / 2.
 
 Nothing is divided here: numerators and weights are summed over the whole optimizer step first, and the trainer divides
-once. Vocabulary logits exist at supervised slots only and for one chunk at a time: the gradient of a chunk is computed
-together with its loss, so that nothing of the vocabulary's size is kept for, or recomputed in, the backward pass.
+once. Vocabulary logits exist at supervised slots only and for one chunk at a time (training/slot_loss.py).
 
-Shape suffixes: R rows, N anchors, B slots, T depths, D hidden, E rank of the correction, M slots of a chunk (or all
-R*N*T slots), K statistics, V (draft) vocabulary.
+Shape suffixes: R rows, N anchors, B slots, T depths, S tokens, D hidden, E rank of the correction, M slots of a chunk
+(or all R*N*T slots), K statistics, V (draft) vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from data.batches import Batch
+from data.settings import RunConfig
 from models.drafter import DFlashDraftModel
 from models.target import Target
+from training.slot_loss import VALUES, Mixture, SlotLoss, label_probabilities
 
-STATISTICS = ("weight", "base_loss", "final_loss", "count", "base_hits", "final_hits")
+# Sums by depth. `X_loss` is weighted (of the final logits but for `base_loss`, both cross entropies), `X_hits` counts
+# slots: `recall` a label among the best base candidates, `agreement` a label that is the target's argmax. `X_run`
+# counts blocks whose slots up to this depth are all hits: the sum over depths is the teacher-forced leading run, which
+# ends with the block's supervised prefix. Rows that a loss without the target's distribution cannot know are NaN.
+STATISTICS = (
+    "weight", "base_loss", "final_loss", "count", "base_hits", "final_hits",
+    "recall_hits", "agreement_hits", "kl_loss", "tv_loss", "confidence_loss", "base_run", "final_run",
+)  # fmt: skip
+OF_TEACHER = ("agreement_hits", "kl_loss", "tv_loss")
+CHUNK_BYTES = 64 * 2**20  # of one fp32 array [chunk, V]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the loss is made of; the fields are the options of the same names.
+
+    Attributes:
+        mixture: weights of the terms over the vocabulary.
+        confidence: weight of the confidence head's loss, 0 without one.
+        detach: whether that loss leaves backbone and correction head alone.
+        weights: exponential slot weights come with the batch; D-PACE's are made here from the drafter's probabilities,
+            and the batch holds the mask, by whose sum the trainer then divides.
+        dpace_alpha: smoothing of D-PACE.
+    """
+
+    mixture: Mixture = field(default_factory=Mixture)
+    confidence: float = 0.0
+    detach: bool = True
+    weights: Literal["exponential", "dpace"] = "exponential"
+    dpace_alpha: float = 0.5
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Terms:
+        mixture = Mixture(config.ce_weight, config.kl_weight, config.tv_weight, config.candidates)
+        confidence = config.confidence_weight if config.enable_confidence_head else 0.0
+        return cls(mixture, confidence, config.confidence_detach, config.position_weights, config.dpace_alpha)
+
+
+def curriculum(config: RunConfig, progress: float) -> float:
+    """Share of the base loss: linear from `lambda_start` to `lambda_end` over the first `lambda_horizon` of the run.
+
+    Args:
+        progress: 0 at the first step, 1 at the last.
+    """
+    reached = min(1.0, progress / config.lambda_horizon)
+    return config.lambda_start + (config.lambda_end - config.lambda_start) * reached
+
+
+def batch_gamma(config: RunConfig) -> float:
+    """Gamma of the weights in a batch: infinite for D-PACE, whose batches hold the mask."""
+    return math.inf if config.position_weights == "dpace" else config.loss_gamma
 
 
 @dataclass
@@ -29,8 +88,8 @@ class LossSums:
     """Sums over the supervised slots of one micro-batch.
 
     Attributes:
-        numerator: scalar with gradient, sum of weight * ((1 - lam) * CE(final) + lam * CE(base)), fp32.
-        statistics_KT: detached fp32 sums by depth, the rows named by `STATISTICS`; losses are weighted, hits are not.
+        numerator: scalar with gradient, sum of weight * slot loss, fp32.
+        statistics_KT: detached fp32 sums by depth, the rows named by `STATISTICS`.
     """
 
     numerator: Tensor
@@ -41,17 +100,24 @@ class Objective:
     """The loss of one run: what does not change between steps.
 
     Args:
-        target: frozen; its LM head gives the base logits, its embedding table feeds the head.
+        target: frozen; its LM head gives the base logits and its own distribution, its embedding table feeds the head.
         draft_ids: ascending token ids of the draft vocabulary, on the target's device, or None.
-        chunk: slots whose vocabulary logits exist at once.
+        chunk: slots whose vocabulary logits exist at once; 0 means as many as CHUNK_BYTES hold.
     """
 
-    def __init__(self, target: Target, draft_ids: Tensor | None, chunk: int):
-        self.target, self.draft_ids, self.chunk = target, draft_ids, chunk
+    def __init__(self, target: Target, draft_ids: Tensor | None, chunk: int = 0, terms: Terms | None = None):
+        self.target, self.draft_ids, self.terms = target, draft_ids, terms or Terms()
+        size = target.vocab_size if draft_ids is None else len(draft_ids)
+        self.chunk = chunk or max(1, CHUNK_BYTES // (4 * size))
         self.index_V = None
         if draft_ids is not None:
             self.index_V = torch.zeros(target.vocab_size, dtype=torch.long, device=draft_ids.device)
             self.index_V[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a batch must hold the target's final hidden states."""
+        return self.terms.mixture.kl > 0 or self.terms.mixture.tv > 0 or self.terms.confidence > 0
 
     def __call__(self, model: DFlashDraftModel, batch: Batch, lam: float, hidden_RQD: Tensor) -> LossSums:
         """Sums over the batch; runs inside the drafter's forward (its `loss_fn`).
@@ -60,115 +126,136 @@ class Objective:
             lam: share of the base loss.
             hidden_RQD: output of the backbone at all slots, Q = N*B.
         """
+        slots = self._slots(model, batch, hidden_RQD)
+        if self.terms.weights == "dpace":
+            self._weigh(model, slots, batch.labels_RNT.shape)
+        numerator, values = slots.hidden_MD.new_zeros((), dtype=torch.float32), slots.empty_values()
+        for index, codes_ME, rows_VE in self._kinds(model, slots):
+            final_MD = None if slots.final_MD is None else slots.final_MD[index]
+            part, values_KM = SlotLoss.apply(
+                self._logits, self.terms.mixture, self.chunk, lam, slots.labels_M[index], slots.weights_M[index],
+                final_MD, slots.hidden_MD[index], codes_ME, rows_VE,
+            )  # fmt: skip
+            numerator = numerator + part
+            values[:, index] = values_KM
+        values = dict(zip(VALUES, values, strict=True))
+        confidence_M = torch.zeros_like(slots.weights_M)
+        if self.terms.confidence:
+            confidence_M = self._confidence(model, slots, values["tv"])
+            numerator = numerator + self.terms.confidence * (slots.weights_M * confidence_M).sum()
+        return LossSums(numerator, _statistics(slots, values, confidence_M.detach(), bool(self.terms.confidence)))
+
+    def _slots(self, model: DFlashDraftModel, batch: Batch, hidden_RQD: Tensor) -> _Slots:
         rows, anchors, depths = batch.labels_RNT.shape
         hidden_RNTD = model.prediction_slots(hidden_RQD.view(rows, anchors, model.spec.block_size, -1))
-        codes_ME = self._codes(model, batch, hidden_RNTD)
-        hidden_MD, labels_M = hidden_RNTD.flatten(0, 2), batch.labels_RNT.flatten()
+        codes_ME = previous_ME = None
+        if model.head is not None:
+            anchor_RN = batch.block_ids_RNB[..., 0]
+            forced = model.head.teacher_forced(anchor_RN, batch.labels_RNT, self.target.embed, hidden_RNTD)
+            codes_ME, previous_ME = (x.flatten(0, 2) for x in forced)
+        labels_M = batch.labels_RNT.flatten()
         if self.index_V is not None:
             labels_M = self.index_V[labels_M]
-        weights_M = batch.weights_RNT.flatten()
-        depth_M = torch.arange(depths, device=hidden_MD.device).expand(rows, anchors, depths).flatten()
-        corrected_T = model.corrected_depths(hidden_MD.device)
+        weights_M, depth_T = batch.weights_RNT.flatten(), torch.arange(depths, device=hidden_RNTD.device)
+        return _Slots(
+            labels_M=labels_M,
+            weights_M=weights_M,
+            counts_M=weights_M > 0,
+            depth_M=depth_T.expand(rows, anchors, depths).flatten(),
+            hidden_MD=hidden_RNTD.flatten(0, 2),
+            final_MD=_before_labels(batch, depths) if self.needs_teacher else None,
+            codes_ME=codes_ME,
+            previous_ME=previous_ME if model.spec.confidence_with_markov else None,
+            depths=depths,
+        )
 
-        numerator = hidden_MD.new_zeros((), dtype=torch.float32)
-        statistics_KT = numerator.new_zeros(len(STATISTICS), depths)
+    def _kinds(self, model: DFlashDraftModel, slots: _Slots):
+        """Supervised slots in two kinds, without and with a correction, as (index, codes, rows of W2)."""
+        corrected_M = model.corrected_depths(slots.hidden_MD.device)[slots.depth_M]
         for corrected in (False, True):
-            if not (corrected_T == corrected).any():
+            of_kind_M = corrected_M == corrected
+            if not of_kind_M.any():
                 continue
-            of_kind_M = (corrected_T == corrected)[depth_M]
-            slots = ((weights_M > 0) & of_kind_M).nonzero().flatten()
+            index = (slots.counts_M & of_kind_M).nonzero().flatten()
             # A rank without supervised slots still needs every parameter in its graph, or the ranks' reductions no
             # longer match: it runs one slot of no weight.
-            slots = slots if len(slots) else of_kind_M.nonzero().flatten()[:1]
-            codes = (codes_ME[slots], model.head.rows()) if corrected else (None, None)
-            part, values_KM = _SlotLoss.apply(
-                self._base_logits, self.chunk, lam, labels_M[slots], weights_M[slots], hidden_MD[slots], *codes
+            index = index if len(index) else of_kind_M.nonzero().flatten()[:1]
+            yield index, *((slots.codes_ME[index], model.head.rows()) if corrected else (None, None))
+
+    def _weigh(self, model: DFlashDraftModel, slots: _Slots, shape: torch.Size) -> None:
+        """Replaces the mask in `weights_M` by D-PACE's weights."""
+        probs_M = torch.ones_like(slots.weights_M)
+        for index, codes_ME, rows_VE in self._kinds(model, slots):
+            probs_M[index] = label_probabilities(
+                self._logits, self.chunk, slots.labels_M[index], slots.hidden_MD[index], codes_ME, rows_VE
             )
-            numerator = numerator + part
-            statistics_KT.index_add_(1, depth_M[slots], values_KM)
-        return LossSums(numerator, statistics_KT)
+        mask_RNT = slots.counts_M.view(shape).float()
+        slots.weights_M = dpace_weights(probs_M.view(shape), mask_RNT, self.terms.dpace_alpha).flatten()
 
-    def _codes(self, model: DFlashDraftModel, batch: Batch, hidden_RNTD: Tensor) -> Tensor | None:
-        if model.head is None:
-            return None
-        anchor_RN = batch.block_ids_RNB[..., 0]
-        codes = model.head.teacher_forced_codes(anchor_RN, batch.labels_RNT, self.target.embed, hidden_RNTD)
-        return codes.flatten(0, 2)
+    def _confidence(self, model: DFlashDraftModel, slots: _Slots, tv_M: Tensor) -> Tensor:
+        hidden_MD, previous_ME = slots.hidden_MD, slots.previous_ME
+        if self.terms.detach:
+            hidden_MD, previous_ME = hidden_MD.detach(), None if previous_ME is None else previous_ME.detach()
+        logits_M = model.confidence_head(hidden_MD, previous_ME).float()
+        accepted_M = (1 - 0.5 * tv_M).clamp(0, 1)
+        return binary_cross_entropy_with_logits(logits_M, accepted_M, reduction="none")
 
-    def _base_logits(self, hidden_MD: Tensor) -> Tensor:
-        return self.target.logits(hidden_MD, self.draft_ids)
-
-
-class _SlotLoss(torch.autograd.Function):
-    """Numerator and statistics [K, M] of slots, chunk by chunk, each with its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        base_logits: Callable[[Tensor], Tensor],
-        chunk: int,
-        lam: float,
-        labels_M: Tensor,
-        weights_M: Tensor,
-        hidden_MD: Tensor,
-        codes_ME: Tensor | None,
-        rows_VE: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        pieces = []
-        rows_gradient_VE = None if rows_VE is None else torch.zeros_like(rows_VE, dtype=torch.float32)
-        for start in range(0, len(labels_M), chunk):
-            piece = slice(start, start + chunk)
-            codes = None if codes_ME is None else codes_ME[piece]
-            result = _chunk(base_logits, lam, labels_M[piece], weights_M[piece], hidden_MD[piece], codes, rows_VE)
-            *result, rows_part_VE = result
-            if rows_gradient_VE is not None:
-                rows_gradient_VE += rows_part_VE
-            pieces.append(result)
-        numerators, values, hidden_gradients, codes_gradients = zip(*pieces, strict=True)
-        statistics_KM = torch.cat(values, dim=1)
-        ctx.gradients = [torch.cat(hidden_gradients), None, None]
-        if rows_VE is not None:
-            ctx.gradients[1:] = torch.cat(codes_gradients), rows_gradient_VE.to(rows_VE.dtype)
-        ctx.mark_non_differentiable(statistics_KM)
-        return torch.stack(numerators).sum(), statistics_KM
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor, _):
-        scaled = [None if g is None else g * gradient.to(g.dtype) for g in ctx.gradients]
-        return (None,) * 5 + tuple(scaled)
+    def _logits(self, hidden_MD: Tensor) -> Tensor:
+        return self.target.logits(hidden_MD.to(self.target.dtype), self.draft_ids)
 
 
-def _chunk(base_logits, lam, labels_M, weights_M, hidden_MD, codes_ME, rows_VE):
-    """Numerator, statistics [K, M], and the gradients of hidden states, codes and output rows, of one chunk.
+@dataclass
+class _Slots:
+    """All R*N*T prediction slots of a batch, flat. `counts_M` marks the supervised ones."""
 
-    The losses are computed in fp32 (TRAPS 26). Without codes, the final logits are the base logits.
+    labels_M: Tensor
+    weights_M: Tensor
+    counts_M: Tensor
+    depth_M: Tensor
+    hidden_MD: Tensor
+    final_MD: Tensor | None
+    codes_ME: Tensor | None
+    previous_ME: Tensor | None
+    depths: int
+
+    def empty_values(self) -> Tensor:
+        return self.weights_M.new_zeros(len(VALUES), len(self.weights_M))
+
+
+def dpace_weights(probs_RNT: Tensor, mask_RNT: Tensor, alpha: float) -> Tensor:
+    """D-PACE slot weights (arXiv 2605.18810): the gradient of the expected accepted length by log p(label).
+
+    s = (1-alpha) p + alpha where the mask is 1, else 1; w_t = sum over u >= t of mask_u * s_1 ... s_u, which is the
+    part of the expected length that slot t shares in.
+
+    Args:
+        probs_RNT: detached p(label) in [0, 1].
+        mask_RNT: 1 at supervised slots, which are a prefix of each block.
     """
-    with torch.enable_grad():
-        hidden_MD = hidden_MD.detach().requires_grad_(True)
-        base_MV = base_logits(hidden_MD)
-    share = 1.0 if codes_ME is None else lam
-    base_M, base_hits_M, gradient_MV = _cross_entropy(base_MV.detach().float(), labels_M, weights_M * share)
-    final_M, final_hits_M, codes_gradient, rows_gradient = base_M, base_hits_M, None, None
-    if codes_ME is not None:
-        final_MV = base_MV.detach().float() + linear(codes_ME, rows_VE)
-        final_M, final_hits_M, final_gradient_MV = _cross_entropy(final_MV, labels_M, weights_M * (1 - lam))
-        gradient_MV += final_gradient_MV
-        final_gradient_MV = final_gradient_MV.to(rows_VE.dtype)
-        codes_gradient, rows_gradient = final_gradient_MV @ rows_VE, final_gradient_MV.T @ codes_ME
-    (hidden_gradient,) = torch.autograd.grad(base_MV, hidden_MD, gradient_MV.to(base_MV.dtype))
-    counts_M = (weights_M > 0).float()
-    losses = (weights_M, weights_M * base_M, weights_M * final_M)
-    statistics_KM = torch.stack([*losses, counts_M, counts_M * base_hits_M, counts_M * final_hits_M])
-    numerator = (weights_M * (share * base_M + (1 - share) * final_M)).sum()
-    return numerator, statistics_KM, hidden_gradient, codes_gradient, rows_gradient
+    survival_RNT = torch.where(mask_RNT > 0, (1 - alpha) * probs_RNT + alpha, 1.0).cumprod(dim=-1) * mask_RNT
+    return survival_RNT.flip(-1).cumsum(dim=-1).flip(-1) * mask_RNT
 
 
-def _cross_entropy(logits_MV: Tensor, labels_M: Tensor, scales_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and hit of each slot, and scale * (softmax - one-hot), the gradient of sum(scale * loss) by the logits."""
-    log_p_MV = torch.log_softmax(logits_MV, dim=-1)
-    picked_M1 = log_p_MV.gather(1, labels_M[:, None])
-    # A label that ties with the best counts as a hit; argmax would cost five times as much here.
-    hits_M = picked_M1[:, 0] >= log_p_MV.amax(dim=-1)
-    gradient_MV = log_p_MV.exp_()
-    gradient_MV.scatter_add_(1, labels_M[:, None], torch.full_like(picked_M1, -1.0))
-    return -picked_M1[:, 0], hits_M, gradient_MV.mul_(scales_M[:, None])
+def _before_labels(batch: Batch, depths: int) -> Tensor:
+    """The target's final hidden states [M, D] at the tokens before the labels: a .. a+T-1 for the labels a+1 .. a+T."""
+    assert batch.final_RSD is not None, "the batch lacks the target's final hidden states"
+    positions_RNT = batch.anchors_RN[..., None] + torch.arange(depths, device=batch.anchors_RN.device)
+    positions_RM = positions_RNT.flatten(1).clamp(max=batch.final_RSD.shape[1] - 1)  # beyond the row: not supervised
+    width = batch.final_RSD.shape[2]
+    return batch.final_RSD.gather(1, positions_RM[..., None].expand(-1, -1, width)).flatten(0, 1).detach()
+
+
+def _statistics(slots: _Slots, values: dict[str, Tensor], confidence_M: Tensor, has_confidence: bool) -> Tensor:
+    """Sums by depth [K, T] of what the slots gave."""
+    weights_M, counts_M = slots.weights_M, slots.counts_M.float()
+    losses = {"base": values["base_ce"], "final": values["final_ce"], "kl": values["kl"], "tv": values["tv"]}
+    losses["confidence"] = confidence_M
+    rows = {f"{name}_loss": weights_M * loss_M for name, loss_M in losses.items()}
+    rows |= {"weight": weights_M, "count": counts_M}
+    for name in ("base", "final", "recall", "agreement"):
+        rows[f"{name}_hits"] = counts_M * values[f"{name}_hits"]
+    for name in ("base", "final"):
+        rows[f"{name}_run"] = rows[f"{name}_hits"].view(-1, slots.depths).cumprod(dim=1).flatten()
+    unknown = {name: slots.final_MD is None for name in OF_TEACHER} | {"confidence_loss": not has_confidence}
+    sums = [rows[name].view(-1, slots.depths).sum(dim=0) for name in STATISTICS]
+    return torch.stack([x * torch.nan if unknown.get(name) else x for name, x in zip(STATISTICS, sums, strict=True)])

@@ -1,0 +1,200 @@
+"""Loss terms of slots over the vocabulary, chunk by chunk, each with its gradient.
+
+The gradient of a chunk is computed in closed form together with its loss, so that nothing of the vocabulary's size is
+kept for, or recomputed in, the backward pass. What a chunk holds at once is at most seven arrays [M, V]: base logits in
+the model's dtype and in fp32, the target's distribution, the gradient of the base logits, and for the final logits
+log-probabilities, difference and correction. All of it is fp32 (TRAPS 26) but the matrix products.
+
+Shape suffixes: M slots of a chunk (or all), D hidden, E rank of the correction, K statistics, V (draft) vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+Logits = Callable[[Tensor], Tensor]  # the target's LM head on hidden states [M, D], over the draft vocabulary
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What one slot's loss is made of.
+
+    Attributes:
+        ce: weight of -log p(label).
+        kl: weight of the forward KL, sum t log(t / p), t being the target's distribution.
+        tv: weight of the un-halved total variation, sum |t - p|.
+        candidates: K of the recall of the label among the best base candidates.
+    """
+
+    ce: float = 1.0
+    kl: float = 0.0
+    tv: float = 0.0
+    candidates: int = 64
+
+
+@dataclass
+class Teacher:
+    """The target's distribution over the draft vocabulary, renormalised there: what a drafter cannot propose it cannot
+    learn. Not differentiated (TRAPS 27).
+
+    Attributes:
+        probs_MV: fp32.
+        negative_entropy_M: sum t log t.
+        hits_M: whether the label is the target's own argmax, ties included.
+    """
+
+    probs_MV: Tensor
+    negative_entropy_M: Tensor
+    hits_M: Tensor
+
+
+@dataclass
+class Scores:
+    """Terms of slots under one set of logits: loss of the mixture, its parts, and whether the label is the argmax."""
+
+    loss_M: Tensor
+    ce_M: Tensor
+    kl_M: Tensor
+    tv_M: Tensor
+    hits_M: Tensor
+
+
+# Rows of what `SlotLoss` returns beside the numerator.
+VALUES = ("base_ce", "final_ce", "base_hits", "final_hits", "recall_hits", "agreement_hits", "kl", "tv")
+
+
+class SlotLoss(torch.autograd.Function):
+    """Numerator sum(weight * loss) and values [K, M] of slots. Codes are None where the base logits are final."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        logits: Logits,
+        mixture: Mixture,
+        chunk: int,
+        lam: float,
+        labels_M: Tensor,
+        weights_M: Tensor,
+        final_MD: Tensor | None,
+        hidden_MD: Tensor,
+        codes_ME: Tensor | None,
+        rows_VE: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        rows_gradient_VE = None if rows_VE is None else torch.zeros_like(rows_VE, dtype=torch.float32)
+        pieces = []
+        for start in range(0, len(labels_M), chunk):
+            piece = slice(start, start + chunk)
+            final, codes = (None if x is None else x[piece] for x in (final_MD, codes_ME))
+            *result, rows_part_VE = _chunk(
+                logits, mixture, lam, labels_M[piece], weights_M[piece], final, hidden_MD[piece], codes, rows_VE
+            )
+            if rows_gradient_VE is not None:
+                rows_gradient_VE += rows_part_VE
+            pieces.append(result)
+        numerators, values, hidden_gradients, codes_gradients = zip(*pieces, strict=True)
+        ctx.gradients = [torch.cat(hidden_gradients), None, None]
+        if rows_VE is not None:
+            ctx.gradients[1:] = torch.cat(codes_gradients), rows_gradient_VE.to(rows_VE.dtype)
+        values_KM = torch.cat(values, dim=1)
+        ctx.mark_non_differentiable(values_KM)
+        return torch.stack(numerators).sum(), values_KM
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor, _):
+        # Scaled in place: a second array of the output projection's size would be the largest of the backward pass.
+        scaled = [None if g is None else g.mul_(gradient.to(g.dtype)) for g in ctx.gradients]
+        ctx.gradients = None
+        return (None,) * 7 + tuple(scaled)
+
+
+def _chunk(logits, mixture, lam, labels_M, weights_M, final_MD, hidden_MD, codes_ME, rows_VE):
+    """Numerator, values [K, M], and the gradients of hidden states, codes and output rows, of one chunk."""
+    with torch.enable_grad():
+        hidden_MD = hidden_MD.detach().requires_grad_(True)
+        base_MV = logits(hidden_MD)
+    scores_MV = base_MV.detach().float()
+    teacher = None if final_MD is None else make_teacher(logits(final_MD).float(), labels_M)
+    recall_M = _rank(scores_MV, labels_M) < mixture.candidates
+    share = 1.0 if codes_ME is None else lam
+    base, gradient_MV = score(scores_MV, labels_M, weights_M * share, mixture, teacher)
+    final, codes_gradient, rows_gradient = base, None, None
+    if codes_ME is not None:
+        scores_MV = linear(codes_ME, rows_VE).float().add_(scores_MV)
+        final, final_gradient_MV = score(scores_MV, labels_M, weights_M * (1 - lam), mixture, teacher)
+        gradient_MV += final_gradient_MV
+        final_gradient_MV = final_gradient_MV.to(rows_VE.dtype)
+        codes_gradient, rows_gradient = final_gradient_MV @ rows_VE, final_gradient_MV.T @ codes_ME
+    (hidden_gradient,) = torch.autograd.grad(base_MV, hidden_MD, gradient_MV.to(base_MV.dtype))
+    agreement_M = torch.zeros_like(recall_M) if teacher is None else teacher.hits_M
+    values = (base.ce_M, final.ce_M, base.hits_M, final.hits_M, recall_M, agreement_M, final.kl_M, final.tv_M)
+    numerator = (weights_M * (share * base.loss_M + (1 - share) * final.loss_M)).sum()
+    return numerator, torch.stack([v.float() for v in values]), hidden_gradient, codes_gradient, rows_gradient
+
+
+def score(
+    logits_MV: Tensor, labels_M: Tensor, scales_M: Tensor, mixture: Mixture, teacher: Teacher | None
+) -> tuple[Scores, Tensor]:
+    """Terms of each slot, and the gradient [M, V] of sum(scale * loss) by the logits.
+
+    With p = softmax(logits): d CE = p - onehot(label); d KL = p - t; d TV = p (sign(p-t) - sum sign(p-t) p).
+    """
+    log_p_MV = torch.log_softmax(logits_MV, dim=-1)
+    picked_M1 = log_p_MV.gather(1, labels_M[:, None])
+    # A label that ties with the best counts as a hit; argmax would cost five times as much here.
+    hits_M = picked_M1[:, 0] >= log_p_MV.amax(dim=-1)
+    ce_M = -picked_M1[:, 0]
+    kl_M = tv_M = torch.zeros_like(ce_M)
+    if teacher is None:
+        gradient_MV = log_p_MV.exp_()
+        if mixture.ce != 1:
+            gradient_MV.mul_(mixture.ce)
+    else:
+        kl_M = teacher.negative_entropy_M - _dot(teacher.probs_MV, log_p_MV)
+        probs_MV = log_p_MV.exp_()
+        gradient_MV = probs_MV - teacher.probs_MV
+        tv_M = torch.linalg.vector_norm(gradient_MV, ord=1, dim=-1)
+        gradient_MV.sign_().mul_(mixture.tv)
+        gradient_MV += (mixture.ce + mixture.kl - _dot(gradient_MV, probs_MV))[:, None]
+        gradient_MV.mul_(probs_MV).add_(teacher.probs_MV, alpha=-mixture.kl)
+    gradient_MV.scatter_add_(1, labels_M[:, None], torch.full_like(picked_M1, -mixture.ce))
+    loss_M = mixture.ce * ce_M + mixture.kl * kl_M + mixture.tv * tv_M
+    return Scores(loss_M, ce_M, kl_M, tv_M, hits_M), gradient_MV.mul_(scales_M[:, None])
+
+
+def make_teacher(logits_MV: Tensor, labels_M: Tensor) -> Teacher:
+    """The target's distribution from its fp32 logits over the draft vocabulary."""
+    probs_MV = torch.softmax(logits_MV.detach(), dim=-1)
+    hits_M = logits_MV.gather(1, labels_M[:, None])[:, 0] >= logits_MV.amax(dim=-1)
+    # sum t log t = sum t z - log sum exp z: no second array of the vocabulary's size.
+    negative_entropy_M = _dot(probs_MV, logits_MV) - torch.logsumexp(logits_MV, dim=-1)
+    return Teacher(probs_MV, negative_entropy_M, hits_M)
+
+
+@torch.no_grad()
+def label_probabilities(
+    logits: Logits, chunk: int, labels_M: Tensor, hidden_MD: Tensor, codes_ME: Tensor | None, rows_VE: Tensor | None
+) -> Tensor:
+    """p(label) of each slot under the final logits, [M] fp32: the pre-pass of weights that depend on the drafter."""
+    pieces = []
+    for start in range(0, len(labels_M), chunk):
+        piece = slice(start, start + chunk)
+        scores_MV = logits(hidden_MD[piece]).float()
+        if codes_ME is not None:
+            scores_MV = linear(codes_ME[piece], rows_VE).float().add_(scores_MV)
+        picked_M = scores_MV.gather(1, labels_M[piece, None])[:, 0]
+        pieces.append((picked_M - scores_MV.logsumexp(dim=-1)).exp())
+    return torch.cat(pieces)
+
+
+def _rank(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
+    """How many logits exceed the label's."""
+    return (logits_MV > logits_MV.gather(1, labels_M[:, None])).sum(dim=-1)
+
+
+def _dot(a_MV: Tensor, b_MV: Tensor) -> Tensor:
+    return torch.linalg.vecdot(a_MV, b_MV)
