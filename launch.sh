@@ -10,6 +10,7 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   setup       creates the environment and checks the machine
   target      gets the demo's model into the cache
   regenerate  the target answers the prompts         -> RUN/answers
+  features    the target reads its answers once      -> RUN/cache, what train --features offline reads
   train       trains the drafter through DeepSpeed   -> RUN/drafter
   eval        decodes and measures                   -> RUN/results.json, RUN/report.md
   export      writes a folder for other programs     -> RUN/export
@@ -76,7 +77,7 @@ stage=${1:-}
 case $stage in
   "") usage >&2 && exit 2 ;;
   -h | --help | help) usage && exit 0 ;;
-  setup | target | regenerate | train | eval | export | verify | demo | test) shift ;;
+  setup | target | regenerate | features | train | eval | export | verify | demo | test) shift ;;
   *) echo "launch.sh: unknown stage '$stage'; bash launch.sh --help lists them" >&2 && exit 2 ;;
 esac
 
@@ -103,6 +104,7 @@ case $stage in
   setup) exec "$py" -m data.environment report "$@" ;;
   target) exec "$py" -m data.fetch_target "$@" ;;
   regenerate) exec "$py" -m data.regenerate "$@" ;;
+  features) exec "$py" -m data.make_features "$@" ;;
   export) exec "$py" -m eval.export "$@" ;;
   verify) exec "$py" -m eval.verify "$@" ;;
   demo)

@@ -83,7 +83,7 @@ def append_rows(folder: str, rows: list[AnswerRow]) -> None:
 
 def write_manifest(folder: str, manifest: dict) -> None:
     """Replaces the manifest as a whole: a reader sees the old one or the new one."""
-    temporary = Path(folder, MANIFEST + ".partial")
+    temporary = Path(folder, f"{MANIFEST}.{os.getpid()}.partial")  # several ranks may write the same content at once
     temporary.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     temporary.replace(Path(folder, MANIFEST))
 
@@ -117,6 +117,22 @@ def describe(rows: list[AnswerRow]) -> dict:
         "answer_tokens": sum(len(row.answer_ids) for row in rows),
         "mean_answer_tokens": {domain: sum(n) / len(n) for domain, n in sorted(lengths.items())},
     }
+
+
+def check_origin(manifest: dict, now: dict, folder: str) -> None:
+    """Raises ValueError when the answers are another target's (TRAPS 31) or were asked through another chat template
+    (TRAPS 29). A manifest written by hand may not say.
+
+    Args:
+        now: `target_identity` and `template` of this run's target.
+    """
+    made = manifest.get("settings", {})
+    for name, what in (("target_identity", "target"), ("template", "chat template")):
+        if made.get(name) is not None and now[name] is not None and made[name] != now[name]:
+            raise ValueError(
+                f"the answers in {folder} are those of {what} {made[name]}, this run has {now[name]}: "
+                "choose another --run_dir and run: bash launch.sh regenerate CONFIG"
+            )
 
 
 def target_identity(path: str) -> str:

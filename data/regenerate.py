@@ -223,7 +223,8 @@ class Job:
         config = self.config
         tokens = sum(len(q.prompt_ids) + config.max_answer_length for q in questions)
         tokens += later_turns * (config.max_prompt_length + config.max_answer_length)
-        features.check_space(self.folder, tokens, len(self.taps) * self.target.config.hidden_size)
+        width = len(self.taps) * self.target.config.hidden_size
+        features.check_space(self.folder, tokens, width, "keep_features", "pass --keep_features false")
 
     def save_manifest(self, settings: dict, finished: bool) -> None:
         progress, seconds = self.progress, time.monotonic() - self.started

@@ -1,31 +1,13 @@
-"""Attention masks, each defined once: causal prefill, training blocks and trees. All boolean, True = visible.
+"""Attention masks of prefill and verification, each defined once. All boolean, True = visible.
 
-Shape suffixes: R rows, S context length, N anchors a row, B block slots, M query tokens (root and tree nodes).
+Training has its own rule (training/attention.py). Shape suffixes: R rows, S context length, M query tokens (root and
+tree nodes), T columns of the cache.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def block_mask(anchors_RN: Tensor, context_mask_RS: Tensor, block_size: int) -> Tensor:
-    """Training mask [R, 1, N*B, S + N*B] (METHODS section 1).
-
-    The queries of block n see context positions strictly before its anchor, since the anchor's own feature does not
-    exist yet at inference, and the whole own block; never another block.
-
-    Args:
-        anchors_RN: anchor positions; padding anchors may hold any valid position.
-        context_mask_RS: True at real context tokens.
-    """
-    rows, anchors = anchors_RN.shape
-    positions_S = torch.arange(context_mask_RS.shape[1], device=anchors_RN.device)
-    context_RNS = (positions_S < anchors_RN[..., None]) & context_mask_RS[:, None, :]
-    context = context_RNS.repeat_interleave(block_size, dim=1)
-    owner = torch.arange(anchors, device=anchors_RN.device).repeat_interleave(block_size)
-    own = (owner[:, None] == owner[None, :]).expand(rows, -1, -1)
-    return torch.cat([context, own], dim=-1)[:, None]
 
 
 def causal_mask(lengths_R: Tensor, width: int) -> Tensor:
@@ -62,3 +44,23 @@ def tree_mask(parents_RM: Tensor, lengths_R: Tensor, width: int) -> Tensor:
     mask = (columns[None, :] < lengths_R[:, None])[:, None, :].expand(rows, size, width).clone()
     own = lengths_R[:, None] + torch.arange(size, device=parents_RM.device)
     return mask.scatter(2, own[:, None, :].expand(rows, size, size), ancestor_mask(parents_RM))[:, None]
+
+
+def tree_positions(depths_RM: Tensor, lengths_R: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Positions [R, M] of the tree tokens and [R, T] of the columns, which `tree_mask` orders alike.
+
+    A committed token's column is its position; the columns of tree tokens have length + depth, so that siblings share
+    one (TRAPS 40).
+    """
+    columns_T = torch.arange(width, device=depths_RM.device)
+    own_RM = lengths_R[:, None] + torch.arange(depths_RM.shape[1], device=depths_RM.device)
+    queries_RM = lengths_R[:, None] + depths_RM
+    return queries_RM, columns_T.repeat(len(lengths_R), 1).scatter(1, own_RM, queries_RM)
+
+
+def window_mask(queries_RM: Tensor, keys_RT: Tensor, window: int) -> Tensor:
+    """Which keys lie less than `window` positions before a query, [R, 1, M, T]: transformers' sliding window.
+
+    On a tree the distance between positions is the distance along the path, and not between columns (TRAPS 44).
+    """
+    return (queries_RM[:, :, None] - keys_RT[:, None, :] < window)[:, None]

@@ -13,9 +13,9 @@ from data.settings import RunConfig
 from eval import report
 from eval.export import export, main
 from eval.records import Generation, RoundRecord
-from models.attention import block_mask
 from models.checkpoint import load_drafter, save_draft_ids
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
+from training.attention import dense_mask
 
 PROMPT = [5, 9, 12, 7]
 NEW_TOKENS = 24
@@ -95,7 +95,7 @@ def overfit(target, drafter, steps=60):
     inputs = torch.full_like(slots, MASK)
     inputs[:, ::block] = ids[0, anchors]
     positions = torch.cat([torch.arange(ids.shape[1])[None], slots], dim=1)
-    mask = block_mask(anchors, torch.ones_like(ids).bool(), block)
+    mask = dense_mask(anchors, torch.zeros_like(anchors), ids.shape[1], block)
     head = target.model.get_output_embeddings().weight
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):

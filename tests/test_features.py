@@ -74,10 +74,10 @@ def store(folder, taps=TAPS, **rows):
 def test_reader_returns_rows_and_refuses_other_features(tmp_path):
     store(tmp_path / "answers", one=3, two=5)
     reader = FeatureReader(str(tmp_path / "answers"), TAPS, "abc")
-    assert reader.get("one").tolist() == [[3.0] * 4] * 3
-    assert reader.get("two").shape == (5, 4)
-    assert reader.get("two-b").sum() == 0 and reader.get("two-b").shape == (2, 4)
-    assert "one" in reader and "three" not in reader
+    assert reader.get("one")[0].tolist() == [[3.0] * 4] * 3
+    assert reader.get("two")[0].shape == (5, 4) and reader.get("two")[1] is None
+    assert reader.get("two-b")[0].sum() == 0 and reader.get("two-b")[0].shape == (2, 4)
+    assert "one" in reader and "three" not in reader and (reader.length("two"), reader.length("three")) == (5, 0)
     with pytest.raises(ValueError, match=r"layers \[0, 2\], this run taps \[1\]"):
         FeatureReader(str(tmp_path / "answers"), (1,))
     with pytest.raises(ValueError, match="target abc, this run has xyz"):
@@ -94,18 +94,19 @@ def test_writer_continues_and_drops_what_no_row_names(tmp_path):
     assert sorted(p.name for p in index.parent.glob("*.safetensors")) == ["000000.safetensors"]
     writer.write({"new": torch.ones(1, 4)})
     reader = FeatureReader(str(tmp_path / "answers"))
-    assert reader.get("one").shape == (3, 4) and reader.get("new").shape == (1, 4) and "two" not in reader
+    assert reader.get("one")[0].shape == (3, 4) and reader.get("new")[0].shape == (1, 4) and "two" not in reader
     with pytest.raises(ValueError, match="lacks features of 1 answers, such as gone"):
         FeatureWriter(str(tmp_path / "answers"), {"one", "gone"})
 
 
 def test_size_is_checked_before_the_first_byte(tmp_path, monkeypatch, capsys):
     """TRAPS 52."""
-    assert features.check_space(str(tmp_path), tokens=1000, width=8) == 16000
+    words = ("keep_features", "pass --keep_features false")
+    assert features.check_space(str(tmp_path / "not" / "yet"), 1000, 8, *words) == 16000
     assert "GB of features" in capsys.readouterr().out
     monkeypatch.setattr(features.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 15999}))
     with pytest.raises(ValueError, match="--keep_features false"):
-        features.check_space(str(tmp_path), tokens=1000, width=8)
+        features.check_space(str(tmp_path), 1000, 8, *words)
     assert not list(Path(tmp_path).iterdir())
 
 

@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from data.batches import collate
-from models.attention import block_mask
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
+from training.attention import dense_mask
 from training.forward import block_loss, capture_taps
 from training.objective import STATISTICS, Objective
 from training.rows import TrainingRows
@@ -49,11 +49,15 @@ def backward(model, objective, batch, lam=0.4):
     return sums
 
 
+def block_mask(batch):
+    return dense_mask(batch.anchors_RN, batch.starts_RN, batch.tokens_RS.shape[1], BLOCK)
+
+
 def hidden_states(target, model, batch):
     return model(
         noise_embeds=target.embed(batch.block_ids_RNB.flatten(1)),
         context_hidden_states=batch.taps_RSC,
-        attention_mask=block_mask(batch.anchors_RN, batch.context_mask_RS, BLOCK),
+        attention_mask=block_mask(batch),
         position_ids=batch.position_ids_RP,
     ).last_hidden_state
 
@@ -150,7 +154,7 @@ def test_blocks_are_bidirectional():
     before = hidden_states(target, model, batch)
     embeds = target.embed(batch.block_ids_RNB.flatten(1))
     embeds[0, 5] += 1.0
-    mask = block_mask(batch.anchors_RN, batch.context_mask_RS, BLOCK)
+    mask = block_mask(batch)
     after = model(embeds, batch.taps_RSC, mask, batch.position_ids_RP).last_hidden_state
     assert (after[0, 2] - before[0, 2]).abs().max() > 1e-3
 
@@ -188,6 +192,7 @@ def test_a_masked_block_changes_nothing(shifted):
         if extra:
             rows = batch.anchors_RN.shape[0]
             batch.anchors_RN = torch.cat([batch.anchors_RN, torch.zeros(rows, 1, dtype=torch.long)], dim=1)
+            batch.starts_RN = torch.zeros_like(batch.anchors_RN)
             for name in ("block_ids_RNB", "labels_RNT", "weights_RNT"):
                 value = getattr(batch, name)
                 block = torch.zeros_like(value[:, :1]) if name == "weights_RNT" else torch.full_like(value[:, :1], 9)

@@ -117,7 +117,7 @@ def test_a_killed_run_loses_and_repeats_nothing(run, monkeypatch, lost):
     lines = Path(run.folder, answers.ROWS).read_text().splitlines()
     assert len(lines) == len(rows) == manifest["counts"]["done"]
     reader = FeatureReader(run.folder)
-    assert all(len(reader.get(r.id)) == len(r.prompt_ids) + len(r.answer_ids) - 1 for r in rows)
+    assert all(len(reader.get(r.id)[0]) == len(r.prompt_ids) + len(r.answer_ids) - 1 for r in rows)
     shards = {path.name for path in Path(run.folder, "features").glob("*.safetensors*")}
     assert shards == {place[0] for key, place in reader._index.items() if key in straight}
 

@@ -1,0 +1,97 @@
+"""Stage `features`: the target reads its answers once, and what training needs of it is kept in RUN/cache.
+
+    bash launch.sh features CONFIG [--key value ...]
+    torchrun --nproc_per_node 8 -m data.make_features CONFIG        several GPUs, each its share of the rows
+
+For answers that were regenerated without taps, made by hand, or whose final hidden states an objective needs. The size
+is printed and checked against the disk before the first byte. A killed run goes on where it stopped; the manifest is
+marked finished last. `train --features offline` reads the cache.
+
+Shape suffixes: R rows, S tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.answers import AnswerRow, check_origin, read_answers
+from data.environment import choose_device
+from data.feature_cache import FOLDER, FeatureCache, cache_settings, capture
+from data.features import resolve_taps
+from data.fetch_target import resolve_target
+from data.settings import RunConfig, run_stage
+from models.target import Target, choose_dtype, load_target
+
+# A batch holds at most so many tokens, padding included: its taps are a few GiB on a large target.
+_BATCH_TOKENS = 32768
+
+
+def main(argv: list[str]) -> int:
+    return run_stage("features", argv, make_features)
+
+
+def make_features(config: RunConfig) -> None:
+    """Runs the stage. Raises ValueError for a user's mistake, a cache of another target included."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    path = resolve_target(config)
+    rows, manifest = read_answers(config.path("answers"))
+    device = choose_device(config.device)
+    if device != "cpu":
+        device = f"{device}:{os.environ.get('LOCAL_RANK', 0)}"
+    target = load_target(path, choose_dtype(config.dtype, device), device, config.trust_remote_code)
+    settings = cache_settings(target, path, resolve_taps(config, target.num_layers))
+    check_origin(manifest, settings, config.path("answers"))
+    folder = config.path(FOLDER)
+    cache = FeatureCache(folder, settings, config.max_row_length)
+    width = (len(settings["tap_ids"]) + 1) * target.config.hidden_size
+    cache.check_space(cache.missing(rows), width)
+    cache = FeatureCache(folder, settings, config.max_row_length, rank, writing=True)
+    fill(cache, target, settings["tap_ids"], cache.missing(rows)[rank::world_size], config.answer_batch_size)
+    if cache.finish(rows, settings):
+        print(f"features: {len(rows)} rows in {folder}")
+
+
+def fill(cache: FeatureCache, target: Target, tap_ids: list[int], rows: list[AnswerRow], batch_size: int) -> None:
+    """Captures rows and adds them to the cache, a batch of similar lengths at a time."""
+    with tqdm(total=len(rows), desc="features", unit="row") as bar:
+        for batch in _batches(rows, cache.limit, batch_size):
+            tokens_RS = _padded([(row.prompt_ids + row.answer_ids)[: cache.limit] for row in batch])
+            taps_RSC, final_RSD = capture(target, tokens_RS.to(target.device), tap_ids, with_final=True)
+            for row, taps_SC, final_SD in zip(batch, taps_RSC, final_RSD, strict=True):
+                cache.add(row, taps_SC, final_SD)
+            bar.update(len(batch))
+    cache.flush()
+
+
+def _batches(rows: list[AnswerRow], limit: int, size: int) -> list[list[AnswerRow]]:
+    batches: list[list[AnswerRow]] = []
+    for row in sorted(rows, key=_length, reverse=True):  # the first row of a batch is its longest
+        first = batches[-1][0] if batches else row
+        if (
+            not batches
+            or len(batches[-1]) >= size
+            or (len(batches[-1]) + 1) * min(limit, _length(first)) > _BATCH_TOKENS
+        ):
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def _length(row: AnswerRow) -> int:
+    return len(row.prompt_ids) + len(row.answer_ids)
+
+
+def _padded(rows: list[list[int]]) -> Tensor:
+    padded_RS = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for padded_S, tokens in zip(padded_RS, rows, strict=True):
+        padded_S[: len(tokens)] = torch.tensor(tokens)
+    return padded_RS
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

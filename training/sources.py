@@ -1,0 +1,102 @@
+"""Where training finds the target's hidden states: a forward each step, what `regenerate` kept, or RUN/cache.
+
+A source is asked for a row's features and, when it has none, is offered what the step has captured instead. Stored
+features are bf16. A bf16 target loses nothing by that; with an fp32 target a hybrid run rounds in its first epoch too,
+so that all its epochs see the same numbers, while `online` keeps fp32 (relative difference at most 2**-9 a value).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from data.answers import AnswerRow
+from data.feature_cache import FOLDER as CACHE
+from data.feature_cache import FeatureCache
+from data.features import FOLDER as TAPS
+from data.features import FeatureReader
+from data.settings import RunConfig
+
+Features = tuple[Tensor, Tensor | None]
+
+
+class OnlineSource:
+    """Nothing is stored: every step forwards the target."""
+
+    name = "online"
+    keeps = False
+
+    def get(self, row: AnswerRow) -> Features | None:
+        return None
+
+    def start_epoch(self) -> None:
+        return None
+
+
+class AnswersSource(OnlineSource):
+    """The taps that `regenerate` kept beside the answers; there are no final hidden states."""
+
+    name = "answers"
+
+    def __init__(self, reader: FeatureReader):
+        self.reader = reader
+
+    def get(self, row: AnswerRow) -> Features | None:
+        return self.reader.get(row.id)
+
+
+class CacheSource(OnlineSource):
+    """RUN/cache. A hybrid run (`keeps`) adds the rows that it lacks, as the first epoch meets them."""
+
+    def __init__(self, cache: FeatureCache, rows: Sequence[AnswerRow], keeps: bool):
+        self.cache, self.keeps, self.name = cache, keeps, "hybrid" if keeps else "offline"
+        self._rows = {row.id: row for row in rows} if keeps else {}
+
+    def get(self, row: AnswerRow) -> Features | None:
+        return self.cache.get(row)
+
+    def add(self, row_id: str, taps_SC: Tensor, final_SD: Tensor) -> None:
+        self.cache.add(self._rows[row_id], taps_SC, final_SD)
+
+    def start_epoch(self) -> None:
+        """All ranks call this: what each has captured becomes readable by all, since rows change ranks."""
+        if not self.keeps:
+            return
+        self.cache.flush()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        self.cache.refresh()
+
+
+def open_source(config: RunConfig, settings: dict, rows: Sequence[AnswerRow], width: int, rank: int) -> OnlineSource:
+    """The source that `features` asks for. Raises ValueError when it lacks something or belongs to something else.
+
+    Args:
+        settings: of `data.feature_cache.cache_settings`, what this run needs.
+        width: D, numbers of a hidden state.
+    """
+    folder, kind = config.path(CACHE), config.features
+    if kind == "online":
+        return OnlineSource()
+    if kind == "hybrid":
+        cache = FeatureCache(folder, settings, config.max_row_length)
+        if rank == 0:
+            cache.check_space(cache.missing(rows), (len(settings["tap_ids"]) + 1) * width)
+        return CacheSource(FeatureCache(folder, settings, config.max_row_length, rank, writing=True), rows, keeps=True)
+    if kind == "offline" or os.path.isdir(folder):
+        cache = FeatureCache(folder, settings, config.max_row_length)
+        missing = cache.missing(rows)
+        if not missing:
+            return CacheSource(cache, rows, keeps=False)
+        if kind == "offline":
+            raise ValueError(
+                f"features: {folder} lacks {len(missing)} of {len(rows)} rows, such as {missing[0].id}; "
+                "run: bash launch.sh features CONFIG"
+            )
+    if config.keep_features and os.path.isdir(config.path("answers", TAPS)) and not config.needs_teacher:
+        identity = settings["target_identity"]
+        return AnswersSource(FeatureReader(config.path("answers"), tuple(settings["tap_ids"]), identity))
+    return OnlineSource()
