@@ -28,12 +28,12 @@ import models
 from data.answers import make_folder
 from data.settings import RunConfig, run_stage
 from models.checkpoint import (
-    WEIGHTS,
     Drafter,
     finished_drafter,
     load_drafter,
     save_draft_ids,
 )
+from models.formats.folder import WEIGHTS
 from models.heads import OUTPUT_PROJECTIONS
 from models.target import choose_dtype
 
@@ -42,7 +42,8 @@ from .report import read_provenance, read_results
 
 # The entry comes first; it imports the others relatively, which transformers' loader follows.
 MODELLING_FILES = (
-    "drafter.py", "configuration.py", "heads.py", "head.py", "head_domino.py", "head_markov.py", "head_confidence.py",
+    "drafter.py", "block_attention.py", "configuration.py", "heads.py", "head.py", "head_domino.py",
+    "head_markov.py", "head_confidence.py",
 )  # fmt: skip
 # Keys of transformers' configurations that say nothing about a drafter.
 _NOISE = {

@@ -1,38 +1,53 @@
-"""Drafter checkpoints: config.json and safetensors under the public z-lab/Domino names (METHODS section 5A).
+"""Drafter checkpoints: reading any known format into a `Drafter`, and checking that drafter and target belong together.
 
-A reduced draft vocabulary is one extra file, `draft_vocabulary.safetensors`, with the kept token ids. The head's output
+The formats themselves are in models/formats. Our own folders use z-lab's names (METHODS section 5A); a reduced draft
+vocabulary is one extra file there, `draft_vocabulary.safetensors`, with the kept token ids. The head's output
 projection has either one row a kept token (our training checkpoints) or one row a vocabulary token (exports, so that
 other clients can read them); the loader accepts both.
+
+Shape suffixes: V (draft) vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from .configuration import DrafterSpec, merge_rope, spec_difference
+from .configuration import DrafterSpec, spec_difference
 from .drafter import DFlashDraftModel
+from .formats.detect import detect
+from .formats.folder import local_folder, read_keys, read_tensors, read_weights
+from .formats.format import EMBED, LM_HEAD, TO_DRAFT, TO_TARGET, Format
 from .heads import OUTPUT_PROJECTIONS
+from .tables import OwnTables
 from .target import Target
 
-WEIGHTS, DRAFT_VOCABULARY = "model.safetensors", "draft_vocabulary.safetensors"
+DRAFT_VOCABULARY = "draft_vocabulary.safetensors"
 
 
 @dataclass
 class Drafter:
-    """A drafter ready for decoding: the module, and the ids it can propose (None: the whole vocabulary)."""
+    """A drafter ready for decoding.
+
+    Attributes:
+        model: backbone and heads.
+        draft_ids: ascending ids that it can propose; None for the whole vocabulary.
+        embedding_VD: its own embedding table, when the checkpoint holds one that is not the target's.
+        head_VD: likewise its LM head, with one row a token of the draft vocabulary.
+        origin: title of the format that it was read from.
+    """
 
     model: DFlashDraftModel
     draft_ids: Tensor | None = None
+    embedding_VD: Tensor | None = None
+    head_VD: Tensor | None = None
+    origin: str = ""
 
     @property
     def spec(self) -> DrafterSpec:
@@ -42,17 +57,46 @@ class Drafter:
         """Draft-vocabulary indices -> token ids of the target."""
         return ids if self.draft_ids is None else self.draft_ids[ids]
 
+    def tables(self, target: Target) -> Target | OwnTables:
+        """What embeds tokens and scores hidden states for this drafter: the target, unless it has tables of its own."""
+        if self.embedding_VD is None and self.head_VD is None:
+            return target
+        return OwnTables(target, self.embedding_VD, self.head_VD)
+
+    def describe(self) -> str:
+        """The layout in one line: what a wrong assumption about a checkpoint shows up in."""
+        spec, config = self.spec, self.model.config
+        taps = " ".join(map(str, spec.target_layer_ids))
+        of = f" of {spec.num_target_layers}" if spec.num_target_layers else ""
+        head = spec.head_type if spec.head_type != "domino" else f"domino (P={spec.pure_draft_prefix_len})"
+        attention = "causal" if spec.causal else "bidirectional"
+        if spec.sliding_layers:
+            inside = "causal" if spec.causal or spec.sliding_causal else "bidirectional"
+            attention += (
+                f", {len(spec.sliding_layers)} of {config.num_hidden_layers} layers with a window of "
+                f"{spec.sliding_window} from the {spec.window_floor}, {inside} there"
+            )
+        tables = {"embedding": self.embedding_VD, "LM head": self.head_VD}
+        own = " and ".join(name for name, table in tables.items() if table is not None)
+        words = "all tokens" if self.draft_ids is None else f"{len(self.draft_ids)} tokens"
+        return (
+            f"{self.origin}: {spec.layout} layout, block {spec.block_size} -> {spec.num_proposals} proposals a round "
+            f"of {words}, mask id {spec.mask_token_id}, taps {taps}{of} layers, {attention} blocks, head {head}"
+            + (" + confidence" if spec.confidence_head else "")
+            + (f", own {own}" if own else "")
+        )
+
 
 def save_draft_ids(folder: str | os.PathLike, draft_ids: Tensor) -> None:
     save_file({"draft_token_ids": draft_ids.cpu().long().contiguous()}, os.path.join(folder, DRAFT_VOCABULARY))
 
 
 def finished_drafter(run_dir: str, given: str = "") -> str:
-    """The drafter to work with: the folder that the user gave, else the finished one of the run.
+    """The folder of the drafter to work with: the one that the user gave (or its Hub id), else the run's finished one.
 
     Raises ValueError naming the command to run first. The trainer renames RUN/drafter into place, so it is whole.
     """
-    folder = given or os.path.join(run_dir, "drafter")
+    folder = local_folder(given) if given else os.path.join(run_dir, "drafter")
     if os.path.isfile(os.path.join(folder, "config.json")):
         return folder
     if given:
@@ -61,66 +105,76 @@ def finished_drafter(run_dir: str, given: str = "") -> str:
 
 
 def read_config(folder: str | os.PathLike) -> Qwen3Config:
-    """Reads a drafter's config.json, its rope options in whichever place they stand. Raises ValueError in one line."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"drafter: {folder} holds no config.json")
-    try:
-        keys = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"drafter: {path} is not valid JSON: {error}") from None
-    rope = merge_rope(keys)
-    return Qwen3Config(
-        **{k: v for k, v in keys.items() if k not in ("rope_theta", "rope_scaling")} | {"rope_parameters": rope}
-    )
+    """A drafter's configuration in our keys, whatever its format. Raises ValueError in one line."""
+    keys = read_keys(folder)
+    return detect(keys, {}).read(keys, {})
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads a safetensors file; anything else, a pickle above all, is refused."""
-    if not path.is_file():
-        raise ValueError(f"drafter: {path.parent} holds no {path.name} (pickled weights are not loaded)")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"drafter: {path} is not a whole safetensors file: {error}") from None
-
-
-def read_draft_ids(folder: str | os.PathLike, config: Qwen3Config) -> Tensor | None:
+def read_draft_ids(folder: str | os.PathLike, config: Qwen3Config, extra: dict[str, Tensor]) -> Tensor | None:
     """The kept token ids [draft V], ascending; None when the drafter proposes any token."""
-    path = Path(folder) / DRAFT_VOCABULARY
-    if not path.is_file():
-        if getattr(config, "draft_vocab_size", None):
-            raise ValueError(f"drafter: {folder} has a draft vocabulary but no {DRAFT_VOCABULARY}")
-        return None
-    ids = read_tensors(path).get("draft_token_ids")
-    if ids is None or ids.ndim != 1 or not len(ids):
-        raise ValueError(f"drafter: {path} must hold a one-dimensional tensor draft_token_ids")
-    if ids.min() < 0 or ids.max() >= config.vocab_size or (ids.diff() <= 0).any():
+    path, ids = Path(folder) / DRAFT_VOCABULARY, None
+    if TO_TARGET in extra:  # speculators: the target id of draft id i is i + d2t[i]
+        path, ids = Path(folder), extra[TO_TARGET] + torch.arange(len(extra[TO_TARGET]))
+        kept = extra.get(TO_DRAFT)
+        if kept is not None and kept.bool().nonzero().flatten().tolist() != ids.tolist():
+            raise ValueError(f"drafter: d2t and t2d in {folder} name different tokens")
+    elif path.is_file():
+        ids = read_tensors(path).get("draft_token_ids")
+        if ids is None or ids.ndim != 1 or not len(ids):
+            raise ValueError(f"drafter: {path} must hold a one-dimensional tensor draft_token_ids")
+    elif getattr(config, "draft_vocab_size", None):
+        raise ValueError(f"drafter: {folder} has a draft vocabulary but neither {DRAFT_VOCABULARY} nor d2t")
+    if ids is not None and (ids.min() < 0 or ids.max() >= config.vocab_size or (ids.diff() <= 0).any()):
         raise ValueError(f"drafter: {path} must hold ascending ids below vocab_size {config.vocab_size}")
     return ids
 
 
-def load_drafter(folder: str, dtype: torch.dtype | None = torch.float32, device: str = "cpu") -> Drafter:
+def load_drafter(
+    folder: str, dtype: torch.dtype | None = torch.float32, device: str = "cpu", allow_extra: bool = False
+) -> Drafter:
     """Loads a drafter checkpoint strictly: every tensor present, none left over, all finite.
 
-    Raises ValueError in one line that names the file, key or tensor at fault. `dtype` None keeps the stored one.
+    Args:
+        folder: a folder, or the id of a Hub repository.
+        dtype: None keeps the stored one.
+        allow_extra: go on when config.json or the file holds something that is not known here.
+
+    Raises ValueError in one line that names the file, key or tensor at fault.
     """
-    config = read_config(folder)
-    tensors = read_tensors(Path(folder) / WEIGHTS)
-    draft_ids = read_draft_ids(folder, config)
+    folder = local_folder(folder)
+    keys, stored = read_keys(folder), read_weights(folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    form = detect(keys, shapes)
+    unknown = form.unknown_keys(keys)
+    if unknown and not allow_extra:
+        raise ValueError(f"drafter: config.json in {folder} has unknown keys {unknown}; --allow_extra goes on")
+    config = form.read(keys, shapes)
+    tensors, extra = sort_tensors(form, stored)
+    draft_ids = read_draft_ids(folder, config, extra)
     if draft_ids is not None:
         config.draft_vocab_size = len(draft_ids)
         for name in OUTPUT_PROJECTIONS:
             if name in tensors and tensors[name].shape[0] == config.vocab_size != len(draft_ids):
                 tensors[name] = tensors[name][draft_ids].contiguous()
     model = DFlashDraftModel(config)
+    if allow_extra:
+        tensors = {name: tensor for name, tensor in tensors.items() if name in model.state_dict()}
     check_tensors(model, tensors, folder)
     # Several stored dtypes become the widest one, so that none loses bits.
-    stored = max((t.dtype for t in tensors.values()), key=lambda kind: kind.itemsize)
-    model = model.to(dtype=dtype or stored)
+    widest = max((t.dtype for t in tensors.values()), key=lambda kind: kind.itemsize)
+    model = model.to(dtype=dtype or widest)
     model.load_state_dict(tensors)
     model = model.to(device=device).eval().requires_grad_(False)
-    return Drafter(model, None if draft_ids is None else draft_ids.to(device))
+    tables = [extra[n].to(device, model.dtype) if n in extra else None for n in (EMBED, LM_HEAD)]
+    check_tables(model, *tables)
+    return Drafter(model, None if draft_ids is None else draft_ids.to(device), *tables, form.title)
+
+
+def sort_tensors(form: Format, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(tensors of the module under our names, tables and vocabulary maps), without what nothing needs."""
+    renamed = {ours: tensor for name, tensor in stored.items() if (ours := form.our_name(name)) is not None}
+    names = (EMBED, LM_HEAD, TO_TARGET, TO_DRAFT) if form.tables else ()
+    return {n: t for n, t in renamed.items() if n not in names}, {n: t for n, t in renamed.items() if n in names}
 
 
 def check_tensors(model: torch.nn.Module, tensors: dict[str, Tensor], folder: str) -> None:
@@ -128,7 +182,10 @@ def check_tensors(model: torch.nn.Module, tensors: dict[str, Tensor], folder: st
     own = model.state_dict()
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or extra:
-        raise ValueError(f"drafter: {folder} does not fit its config: missing tensors {missing}, unexpected {extra}")
+        hint = "; --allow_extra leaves the unexpected ones out" if extra and not missing else ""
+        raise ValueError(
+            f"drafter: {folder} does not fit its config: missing tensors {missing}, unexpected {extra}{hint}"
+        )
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             raise ValueError(
@@ -138,58 +195,15 @@ def check_tensors(model: torch.nn.Module, tensors: dict[str, Tensor], folder: st
             raise ValueError(f"drafter: {name} in {folder} holds NaN or infinite values")
 
 
-def check_against_target(spec: DrafterSpec, config: Qwen3Config, target: Target) -> None:
-    """Refuses a drafter that cannot belong to this target, before anything runs."""
-    if config.hidden_size != target.config.hidden_size:
-        raise ValueError(f"drafter has hidden_size {config.hidden_size}, target {target.config.hidden_size}")
-    if spec.num_target_layers != target.num_layers:
-        raise ValueError(
-            f"drafter belongs to a target of {spec.num_target_layers} layers, this one has {target.num_layers}"
-        )
-    check_mask_token(spec.mask_token_id, target)
-    own = getattr(target.tokenizer, "mask_token_id", None)
-    if own is not None and own != spec.mask_token_id:
-        warnings.warn(
-            f"the tokenizer's mask token is {own}, the drafter was trained with {spec.mask_token_id}, which is used",
-            stacklevel=2,
-        )
-
-
-def fit_to_target(drafter: Drafter, target: Target) -> Drafter:
-    """Checks that a drafter belongs to the target, and limits its proposals to tokens that can really be emitted.
-
-    Embedding tables are often padded beyond what the tokenizer can decode, and the drafter's and the target's may be
-    padded differently (TRAPS 18). Rows beyond the common part are cut from the head's output projection, in place.
-    """
-    model = drafter.model
-    check_against_target(drafter.spec, model.config, target)
-    known = target.vocab_size if target.tokenizer is None else len(target.tokenizer)
-    usable = min(target.vocab_size, model.config.vocab_size, known)
-    if drafter.draft_ids is None:
-        if usable == target.vocab_size == model.config.vocab_size:
-            return drafter
-        ids = torch.arange(usable, device=target.device)
-    else:
-        ids = drafter.draft_ids[drafter.draft_ids < usable]
-    model.spec = replace(model.spec, draft_vocab_size=len(ids))
-    if model.head is not None:
-        output = model.head.output  # ids ascend, so that the rows to keep are the first ones
-        output.weight = torch.nn.Parameter(output.weight[: len(ids)], requires_grad=False)
-        output.out_features = len(ids)
-    return Drafter(model, ids)
-
-
-def check_mask_token(mask_token_id: int | None, target: Target) -> None:
-    """The mask id is explicit, inside the embedding table, and neither an eos nor the pad id (TRAPS 15, 16)."""
-    if mask_token_id is None:
-        raise ValueError("mask_token_id is not set: give --mask_token_id, the id of a token the target never emits")
-    if not 0 <= mask_token_id < target.vocab_size:
-        raise ValueError(f"mask_token_id {mask_token_id} lies outside the target's {target.vocab_size} embeddings")
-    if mask_token_id in target.eos_ids:
-        raise ValueError(f"mask_token_id {mask_token_id} is an eos id of the target: choose another --mask_token_id")
-    pad = getattr(target.config, "pad_token_id", None)
-    if mask_token_id == pad:
-        raise ValueError(f"mask_token_id {mask_token_id} is the target's pad id: choose another --mask_token_id")
+def check_tables(model: DFlashDraftModel, embedding_VD: Tensor | None, head_VD: Tensor | None) -> None:
+    """Raises ValueError for an embedding or LM head of another size than config.json says."""
+    config = model.config
+    rows = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    for name, table, size in ((EMBED, embedding_VD, config.vocab_size), (LM_HEAD, head_VD, rows)):
+        if table is not None and table.shape != (size, config.hidden_size):
+            raise ValueError(
+                f"drafter: {name} has shape {tuple(table.shape)}, its config needs {(size, config.hidden_size)}"
+            )
 
 
 def check_same_spec(a: DrafterSpec, b: DrafterSpec, what: str) -> None:

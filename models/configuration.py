@@ -27,7 +27,8 @@ class DrafterSpec:
         block_size: input slots B_k of a block: the anchor and B_k - 1 mask slots.
         mask_token_id: id whose embedding fills the mask slots.
         target_layer_ids: 0-based target layers whose outputs are the taps, in id order.
-        num_target_layers: number of layers of the target that the drafter belongs to.
+        num_target_layers: number of layers of the target that the drafter belongs to; None when the checkpoint does
+            not say so (speculators), until a target is at hand.
         shift_label: slot j predicts the token at a+j+1 (True, "shifted") or at a+j (False, "fill-in").
         head_type: one of `HEAD_TYPES`.
         pure_draft_prefix_len: P, number of leading predicted tokens scored by base logits alone.
@@ -36,12 +37,18 @@ class DrafterSpec:
         draft_vocab_size: number of tokens that the drafter can propose; None means all of them.
         confidence_head: whether a confidence head predicts the acceptance of each drafted token.
         confidence_with_markov: whether it looks at the Markov head's row of the previous token too.
+        causal: a slot sees the slots up to its own, instead of its whole block.
+        sliding_window: w, context that the sliding-window layers see; None without such layers.
+        sliding_layers: the drafter's layers that have the window.
+        sliding_causal: blocks are causal in these layers.
+        window_floor: first position that they see at slot j: "slot" a+j-(w-1) (SGLang, SpecForge), or "anchor" a-w
+            (speculators, which limits the context alone).
     """
 
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     shift_label: bool = False
     head_type: str = "domino"
     pure_draft_prefix_len: int = 1
@@ -50,6 +57,11 @@ class DrafterSpec:
     draft_vocab_size: int | None = None
     confidence_head: bool = False
     confidence_with_markov: bool = False
+    causal: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    sliding_causal: bool = True
+    window_floor: str = "slot"
 
     def __post_init__(self):
         if self.block_size < 2:
@@ -59,6 +71,7 @@ class DrafterSpec:
         if self.pure_draft_prefix_len < 0:
             raise ValueError(f"pure_draft_prefix_len must be >= 0, got {self.pure_draft_prefix_len}")
         check_taps(self.target_layer_ids, self.num_target_layers)
+        check_window(self)
         # Options that the head does not have are zero, so that equal drafters have equal specs.
         if self.head_type != "domino":
             object.__setattr__(self, "gru_hidden_dim", 0)
@@ -96,6 +109,7 @@ class DrafterSpec:
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.target_layer_ids),
             "shift_label": self.shift_label,
+            "causal": self.causal,
         }
         if self.head_type.startswith("markov_"):
             nested |= {
@@ -120,8 +134,16 @@ class DrafterSpec:
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.target_layer_ids),
             "num_target_layers": self.num_target_layers,
+            "is_causal": self.causal,
             "dflash_config": nested,
         }
+        if self.sliding_layers:
+            nested["window_floor"] = self.window_floor
+            keys |= {
+                "use_sliding_window": True,
+                "sliding_window": self.sliding_window,
+                "sliding_window_non_causal": not self.sliding_causal,
+            }
         if self.head_type == "domino":
             keys["emb_dim"] = self.head_rank
         if self.draft_vocab_size is not None:
@@ -132,8 +154,7 @@ class DrafterSpec:
     def from_config(cls, config) -> DrafterSpec:
         """Reads the spec of a z-lab DFlash, Domino or own checkpoint.
 
-        Raises ValueError for a missing key that has no documented default, for two different values of the same key,
-        and for variants of the attention that this drafter does not compute (causal or sliding-window blocks).
+        Raises ValueError for a missing key that has no documented default, and for two different values of one option.
         """
         nested = dict(getattr(config, "dflash_config", None) or {})
         flat = config.to_dict()
@@ -147,14 +168,6 @@ class DrafterSpec:
             if any(value != values[0] for value in values):
                 raise ValueError(f"config.json gives {name!r} twice with different values: {values[0]} and {values[1]}")
             return values[0]
-
-        causal = [k for k in ("causal_head", "causal") if nested.get(k)] + (
-            ["is_causal"] if flat.get("is_causal") else []
-        )
-        if causal:
-            raise ValueError(f"config.json sets {causal[0]!r}: blocks with causal attention are not supported")
-        if any(kind != "full_attention" for kind in flat.get("layer_types") or ()):
-            raise ValueError("config.json has sliding-window drafter layers: not supported")
 
         projector = nested.get("projector_type")
         if projector == "dspark":
@@ -177,14 +190,45 @@ class DrafterSpec:
             block_size=required("block_size"),
             mask_token_id=required("mask_token_id"),
             target_layer_ids=tuple(required("target_layer_ids")),
-            num_target_layers=required("num_target_layers"),
+            # An explicit null is a checkpoint whose format does not name it; a missing key is a mistake.
+            num_target_layers=None if flat.get("num_target_layers", 0) is None else required("num_target_layers"),
             shift_label=bool(nested.get("shift_label", False)),
             pure_draft_prefix_len=int(nested.get("pure_draft_prefix_len", 0)),
             draft_vocab_size=flat.get("draft_vocab_size"),
             confidence_head=bool(nested.get("enable_confidence_head", False)),
             confidence_with_markov=bool(nested.get("confidence_head_with_markov", False)),
             **head,
+            **_attention_options(flat, nested),
         )
+
+
+def _attention_options(flat: dict, nested: dict) -> dict:
+    """Who sees whom inside a block, from the keys that the public formats use for it (METHODS section 1)."""
+    causal = {name: bool(nested[name]) for name in ("causal_head", "causal") if nested.get(name) is not None}
+    if flat.get("is_causal") is not None:
+        causal["is_causal"] = bool(flat["is_causal"])
+    if len(set(causal.values())) > 1:
+        raise ValueError(f"config.json contradicts itself about causal blocks: {causal}")
+    sliding = [i for i, kind in enumerate(flat.get("layer_types") or ()) if kind == "sliding_attention"]
+    return {
+        "causal": any(causal.values()),
+        "sliding_layers": tuple(sliding),
+        "sliding_window": flat.get("sliding_window") if sliding else None,
+        "sliding_causal": not flat.get("sliding_window_non_causal", False),
+        "window_floor": nested.get("window_floor", "slot"),
+    }
+
+
+def check_window(spec: DrafterSpec) -> None:
+    """Raises ValueError for half-said windows; without sliding layers their options take the default values."""
+    if not spec.sliding_layers:
+        object.__setattr__(spec, "sliding_window", None)
+        object.__setattr__(spec, "sliding_causal", True)
+        object.__setattr__(spec, "window_floor", "slot")
+    elif not spec.sliding_window or spec.sliding_window < 1:
+        raise ValueError(f"layer_types has sliding_attention layers, but sliding_window is {spec.sliding_window}")
+    if spec.window_floor not in ("slot", "anchor"):
+        raise ValueError(f"window_floor must be slot or anchor, got {spec.window_floor!r}")
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -194,13 +238,20 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + j * (num_target_layers - 4) / (count - 1)) for j in range(count))
 
 
-def check_taps(target_layer_ids: tuple[int, ...], num_target_layers: int) -> None:
-    """Raises ValueError for taps that no engine can serve the same way as Hugging Face computes them."""
+def check_taps(target_layer_ids: tuple[int, ...], num_target_layers: int | None) -> None:
+    """Raises ValueError for taps that no engine can serve the same way as Hugging Face computes them.
+
+    -1 is the output of the embedding (DeepSpec). Without a number of layers only the order is checked.
+    """
     ids = tuple(target_layer_ids)
     if not ids or list(ids) != sorted(set(ids)):
         raise ValueError(f"target_layer_ids must be distinct and ascending, got {list(ids)}")
-    if ids[0] < 0 or ids[-1] >= num_target_layers:
-        raise ValueError(f"target_layer_ids must lie in 0..{num_target_layers - 2}, got {list(ids)}")
+    if ids[0] < -1:
+        raise ValueError(f"target_layer_ids start at -1, the embedding's output; got {list(ids)}")
+    if num_target_layers is None:
+        return
+    if ids[-1] >= num_target_layers:
+        raise ValueError(f"target_layer_ids must lie in -1..{num_target_layers - 2}, got {list(ids)}")
     if ids[-1] == num_target_layers - 1:
         raise ValueError(
             f"target_layer_ids taps layer {ids[-1]}, the target's last: Hugging Face stores it after the final norm, "
@@ -226,40 +277,24 @@ def build_drafter_config(target_config, spec: DrafterSpec, num_layers: int) -> Q
         rope_parameters=_full_rope(target_config.rope_parameters),
         attention_bias=False,
         tie_word_embeddings=False,
-        layer_types=["full_attention"] * num_layers,
+        layer_types=layer_types(spec, num_layers),
         architectures=["DFlashDraftModel"],
         **spec.to_config_keys(),
     )
     return config
 
 
+def layer_types(spec: DrafterSpec, num_layers: int) -> list[str]:
+    """transformers' name of each layer's attention."""
+    if spec.sliding_layers and max(spec.sliding_layers) >= num_layers:
+        raise ValueError(f"sliding_layers {list(spec.sliding_layers)} exceed the drafter's {num_layers} layers")
+    return ["sliding_attention" if i in spec.sliding_layers else "full_attention" for i in range(num_layers)]
+
+
 def _full_rope(rope_parameters: dict) -> dict:
     """The target's rope options for a drafter: those of its full-attention layers, rotating whole heads."""
     rope = rope_parameters.get("full_attention") or rope_parameters
     return {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
-
-
-def merge_rope(keys: dict) -> dict:
-    """The one `rope_parameters` of a config.json, which may also stand in `rope_scaling` and `rope_theta`.
-
-    transformers lets `rope_scaling` replace `rope_parameters` and falls back to a default theta, so a checkpoint that
-    gives theta in one place and YaRN in another would load with other frequencies than it was trained with.
-    Raises ValueError for two different values of one option, for no theta, and for partial rotary embeddings.
-    """
-    merged: dict = {}
-    theta = {"rope_theta": keys["rope_theta"]} if keys.get("rope_theta") is not None else {}
-    for source in (keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}, theta):
-        for name, value in source.items():
-            name = "rope_type" if name == "type" else name
-            if merged.setdefault(name, value) != value:
-                raise ValueError(f"config.json gives {name!r} twice with different values: {merged[name]} and {value}")
-    if merged.get("rope_theta") is None:
-        raise ValueError("the drafter's config.json lacks 'rope_theta'")
-    if (merged.get("partial_rotary_factor") or keys.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError(
-            "config.json sets partial_rotary_factor: drafters that rotate part of a head are not supported"
-        )
-    return {"rope_type": "default"} | merged
 
 
 def spec_difference(a: DrafterSpec, b: DrafterSpec) -> dict[str, tuple]:

@@ -15,16 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward
 
+from .block_attention import FULL, SLIDING, DrafterRotaryEmbedding, layer_masks, rotate
 from .configuration import DrafterSpec
 from .head_confidence import build_confidence
 from .heads import build_head
@@ -56,9 +52,8 @@ class DrafterAttention(nn.Module):
         keys = self.k_norm(keys.view(rows, keys.shape[1], -1, self.head_dim)).transpose(1, 2)
         values = values.view(rows, values.shape[1], -1, self.head_dim).transpose(1, 2)
         cos, sin = rope
-        keys = keys * cos + rotate_half(keys) * sin
-        cos, sin = cos[:, :, -slots:], sin[:, :, -slots:]
-        query = query * cos + rotate_half(query) * sin
+        keys = rotate(keys, cos, sin)
+        query = rotate(query, cos[:, :, -slots:], sin[:, :, -slots:])
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
         implementation = self.config._attn_implementation
@@ -72,7 +67,7 @@ class DrafterAttention(nn.Module):
         return self.o_proj(output.reshape(rows, slots, -1))
 
 
-class DrafterLayer(nn.Module):
+class DrafterLayer(GradientCheckpointingLayer):
     """Pre-norm block. The context gets no query, no MLP and no input norm (METHODS section 1)."""
 
     def __init__(self, config: Qwen3Config, layer_idx: int):
@@ -97,6 +92,8 @@ class DFlashDraftModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     _supports_sdpa = True
+    _supports_flex_attn = True
+    supports_gradient_checkpointing = True
     _no_split_modules = ["DrafterLayer"]
 
     def __init__(self, config: Qwen3Config):
@@ -106,8 +103,9 @@ class DFlashDraftModel(PreTrainedModel):
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DrafterLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layer_kinds = [SLIDING if i in self.spec.sliding_layers else FULL for i in range(len(self.layers))]
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = DrafterRotaryEmbedding(config)
         head = build_head(self.spec, config.hidden_size, config.vocab_size)
         # The head's children are attached here so that their names carry no prefix of ours; the head object itself is
         # a view of them and is kept out of the module tree, or every tensor would be saved twice.
@@ -137,7 +135,8 @@ class DFlashDraftModel(PreTrainedModel):
             noise_embeds: [R, Q, D] target embeddings of the block slots (anchor, then mask tokens).
             context_hidden_states: [R, C, L*D] taps of the context tokens that the cache does not hold yet.
             attention_mask: boolean [R, 1, Q, T], True where a slot sees a key, keys in cache order; or the
-                two-dimensional [R, T] padding mask of transformers' loop; None when everything is visible.
+                two-dimensional [R, T] padding mask of transformers' loop; a BlockMask for flex_attention; None when
+                everything is visible.
             position_ids: [R, C + Q] absolute positions of the new context and of the slots. Default: consecutive,
                 after what the cache holds.
             cache: object with transformers' `update(key, value, layer_idx)`; receives context and block.
@@ -153,13 +152,14 @@ class DFlashDraftModel(PreTrainedModel):
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = past + torch.arange(context.shape[1] + slots, device=noise_embeds.device)[None]
-        if attention_mask is not None and attention_mask.ndim == 2:
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
             attention_mask = attention_mask[:, None, None, :].bool().expand(rows, 1, slots, -1)
         block = noise_embeds.to(context.dtype)
         cos, sin = self.rotary_emb(block, position_ids)
         rope = cos[:, None], sin[:, None]
-        for layer in self.layers:
-            block = layer(block, context, rope, attention_mask, cache)
+        masks = layer_masks(self.spec, attention_mask, position_ids, slots, cached=cache is not None)
+        for layer, kind in zip(self.layers, self.layer_kinds, strict=True):
+            block = layer(block, context, rope, masks[kind], cache)
         hidden = self.norm(block)
         if loss_fn is not None:
             return loss_fn(hidden)

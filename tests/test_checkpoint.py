@@ -146,8 +146,8 @@ def test_a_missing_key_is_refused_and_never_guessed(saved, name):
     ("keys", "words"),
     [
         ({"mask_token_id": 7}, "'mask_token_id' twice with different values: 7 and 2"),
-        ({"is_causal": True}, "'is_causal'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"is_causal": True}, "contradicts itself about causal blocks: {'causal': False, 'is_causal': True}"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is None"),
         (
             {"target_layer_ids": [0, 3], "dflash_config": {"target_layer_ids": [0, 3], "projector_type": None}},
             "layer 3",
@@ -204,7 +204,11 @@ def test_theta_and_scaling_are_found_wherever_they_stand(tmp_path, keys):
             "'rope_type' twice",
         ),
         ({"rope_parameters": None}, "lacks 'rope_theta'"),
-        ({"rope_theta": 1e4, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "'partial_rotary_factor' twice",
+        ),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 rotates an odd part"),
     ],
 )
 def test_contradicting_or_missing_rope_options_are_refused(saved, keys, words):

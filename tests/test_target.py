@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from models.checkpoint import check_against_target, check_mask_token, fit_to_target
 from models.configuration import DrafterSpec
+from models.fitting import check_against_target, check_mask_token, fit_to_target
 from models.target import Target, load_target
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 
@@ -134,8 +134,8 @@ def test_tap_ids_are_those_of_the_layers_outputs():
 
 def test_taps_outside_the_target_are_refused():
     for taps, words in (
-        ((-1, 2), "0..2"),
-        ((0, 4), "0..2"),
+        ((-2, 2), "start at -1"),
+        ((0, 4), "in -1..2"),
         ((0, 3), "the target's last"),
         ((2, 0), "ascending"),
         ((), "distinct"),
