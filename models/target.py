@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from .attention import causal_mask, tree_mask
+from .attention import causal_mask, tree_mask, tree_positions, window_mask
+from .families import FULL, SLIDING, layer_kinds, refuse_unsupported, window_of
+from .quantization import quantization_config
 
 # One mask for all layers, or one for each layer type of a target with sliding windows.
 Masks = Tensor | dict[str, Tensor]
-
-# Layer kinds whose state cannot be rolled back or masked as a tree.
-_RECURRENT = ("linear_attention", "mamba", "recurrent", "conv", "gated_delta")
 
 
 @dataclass
@@ -40,8 +39,11 @@ class Target:
     """A causal language model of transformers, in eval mode and frozen.
 
     Attributes:
-        model: the transformers module.
+        model: the transformers module, LM head included.
+        decoder: the part of it that reads tokens: a multi-modal model's text model, else the model without its head.
+        config: of the decoder.
         tokenizer: its tokenizer, or None.
+        window: positions that a sliding layer sees, itself included; None without such layers.
         eos_ids: every id that ends an answer, from generation_config and config.
         forwards: number of forwards so far.
     """
@@ -49,8 +51,9 @@ class Target:
     def __init__(self, model: nn.Module, tokenizer=None, path: str = ""):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.path = tokenizer, path
-        self.config = model.config.get_text_config()
-        refuse_recurrent(self.config)
+        self.decoder, self.config = model.get_decoder(), model.config.get_text_config()
+        refuse_unsupported(self.config)
+        self.window = window_of(self.config)
         self.eos_ids = _eos_ids(model)
         self.forwards = 0
         self._rows: dict[int, Tensor] = {}
@@ -61,7 +64,12 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        """Of activations and cache. Read from the embeddings, which stay as they are in a quantised target."""
+        return self.model.get_input_embeddings().weight.dtype
+
+    @property
+    def quantized(self) -> bool:
+        return getattr(self.model, "hf_quantizer", None) is not None
 
     @property
     def num_layers(self) -> int:
@@ -74,20 +82,15 @@ class Target:
 
     @property
     def max_length(self) -> int:
-        """Positions that can be served. Trees are not masked by a sliding window yet, so a window is a limit too."""
-        window, kinds = getattr(self.config, "sliding_window", None), getattr(self.config, "layer_types", None)
-        limit = self.config.max_position_embeddings
-        return min(limit, window) if window and (kinds is None or "sliding_attention" in kinds) else limit
+        """Positions that can be served. Sliding windows are no limit: the masks follow them."""
+        return self.config.max_position_embeddings
 
     def embed(self, ids: Tensor) -> Tensor:
         """The target's own input embeddings [..., D], with the scale that some families apply in the module."""
         return self.model.get_input_embeddings()(ids)
 
     def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """The target's LM head on hidden states [..., D]: [..., V], or [..., len(ids)] for chosen rows.
-
-        A logit cap of the family (`final_logit_softcapping`) is applied, as the target itself does.
-        """
+        """The target's LM head on hidden states [..., D]: [..., V], or [..., len(ids)] for chosen rows."""
         head = self.model.get_output_embeddings()
         # Two dimensions: a strided slice with more of them is multiplied row by row, with a copy of the head for each.
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -96,8 +99,17 @@ class Target:
         else:
             bias = None if head.bias is None else head.bias[ids]
             logits = nn.functional.linear(flat, self._head_rows(ids), bias)
-        logits = logits.unflatten(0, hidden.shape[:-1])
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        return self.scale_logits(logits).unflatten(0, hidden.shape[:-1])
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """What the family does to the LM head's output: Granite's divisor, Cohere's factor, Gemma's cap."""
+        divisor, factor, cap = (
+            getattr(self.config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
+        )
+        if divisor:
+            logits = logits / divisor
+        if factor:
+            logits = logits * factor
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def _head_rows(self, ids: Tensor) -> Tensor:
@@ -111,7 +123,8 @@ class Target:
 
     def causal_masks(self, lengths_R: Tensor, width: int) -> Masks:
         """What `forward(mask=...)` takes for right-padded prompts of the given lengths: [R, 1, width, width]."""
-        return causal_mask(lengths_R, width)
+        positions = torch.arange(width, device=lengths_R.device)[None]
+        return self._by_layer_kind(causal_mask(lengths_R, width), positions, positions)
 
     def tree_masks(self, parents_RM: Tensor, depths_RM: Tensor, lengths_R: Tensor, width: int) -> Masks:
         """What `forward(mask=...)` takes for trees of M tokens (root first) after `lengths_R` cached columns.
@@ -121,16 +134,40 @@ class Target:
             depths_RM: 0 for the root; a token's position is length + depth.
             width: columns that the cache returns, see `eval.decoding.cache.TreeCache.place`.
         """
-        return tree_mask(parents_RM, lengths_R, width)
+        return self._by_layer_kind(
+            tree_mask(parents_RM, lengths_R, width), *tree_positions(depths_RM, lengths_R, width)
+        )
+
+    def _by_layer_kind(self, mask: Tensor, queries_RM: Tensor, keys_RT: Tensor) -> Masks:
+        """The same mask for all layers, or one a layer kind, as transformers' families with `layer_types` want it."""
+        if self.window is None:
+            return mask
+        near = mask & window_mask(queries_RM, keys_RT, self.window)
+        return {FULL: mask, SLIDING: near} if layer_kinds(self.config) else near
 
     @torch.inference_mode()
-    def check_logits(self) -> None:
-        """Raises ValueError for a family that scales its logits in a way that `logits` does not know."""
-        ids = torch.tensor([[0, self.vocab_size - 1]], device=self.device)
-        theirs = self.model(input_ids=ids).logits.float()
-        ours = self.forward(ids, ()).logits.float()
-        if not torch.allclose(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max())):
-            raise ValueError(f"target {self.config.model_type!r} computes its logits in a way that is not supported")
+    def check(self) -> None:
+        """Raises ValueError for a family that computes something unknown here.
+
+        Two siblings in one tree must have the logits that the target's own forward gives each of them alone. Logits
+        that are scaled in an unknown way, recurrent state, attention that ignores masks or positions: all show here.
+        """
+        # Ids from the middle: the first and last ones are often padding, whose embeddings are zero.
+        root, first, second = (self.vocab_size * part // 4 for part in (1, 2, 3))
+        alone = torch.tensor([[root, first], [root, second]], device=self.device)
+        theirs = self.model(input_ids=alone).logits.float()
+        parents, depths = torch.tensor([[[0, 0, 0]], [[0, 1, 1]]], device=self.device)
+        masks = self.tree_masks(parents, depths, depths.new_zeros(1), 3)
+        tree = torch.tensor([[root, first, second]], device=self.device)
+        ours = self.forward(tree, (), position_ids=depths, mask=masks).logits.float()[0]
+        expected = torch.stack([theirs[0, 0], theirs[0, 1], theirs[1, 1]])
+        error = float((ours - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
+        # A leaking sibling gives 0.4 on SmolLM2-135M; bf16 rounds to 0.01 at most, quantised activations to more.
+        if not error < (0.01 if self.dtype == torch.float32 and not self.quantized else 0.2):
+            raise ValueError(
+                f"target {self.config.model_type!r} computes its logits or its attention in a way that is not "
+                f"supported: a tree's logits differ by {error:.0%} from those of its paths"
+            )
 
     @torch.inference_mode()
     def forward(
@@ -138,7 +175,7 @@ class Target:
         input_ids: Tensor,
         tap_ids: tuple[int, ...],
         position_ids: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Masks | None = None,
         cache=None,
         keep: int = 0,
         with_logits: bool = True,
@@ -149,17 +186,14 @@ class Target:
         Args:
             input_ids: [R, M].
             tap_ids: 0-based layer ids i; the tap is the layer's output, `hidden_states[i + 1]`.
-            mask: boolean [R, 1, M, width] as `cache` orders its keys, or a 2-D padding mask, or None (causal).
+            mask: boolean [R, 1, M, width] as `cache` orders its keys, one or a dict by layer kind (`causal_masks`,
+                `tree_masks`); or a 2-D padding mask, or None (causal, with the family's own windows).
             keep: positions, counted from the last, whose logits are computed; 0 means all.
         """
-        if mask is not None and mask.ndim == 4 and self.config._attn_implementation == "eager":
-            mask = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(
-                ~mask, torch.finfo(self.dtype).min
-            )
         self.forwards += 1
-        output = self.model.base_model(
+        output = self.decoder(
             input_ids=input_ids,
-            attention_mask=mask,
+            attention_mask=self._for_kernel(mask),
             position_ids=position_ids,
             cache=cache,
             use_cache=cache is not None,
@@ -172,15 +206,14 @@ class Target:
             logits = self.logits(final[:, -keep:])  # -0 is the start: everything
         return TargetOutput(logits, torch.cat(taps, dim=-1), final if with_final else None)
 
-
-def refuse_recurrent(config) -> None:
-    """Raises ValueError for a target with recurrent state: a mask cannot undo a rejected token there."""
-    kinds = [k for k in (getattr(config, "layer_types", None) or ()) if any(r in k for r in _RECURRENT)]
-    if kinds or "mamba" in config.model_type:
-        raise ValueError(
-            f"target {config.model_type!r} has recurrent layers ({kinds[0] if kinds else 'mamba'}): its state "
-            "cannot be rolled back after a rejected draft, so it cannot be verified; choose one with attention only"
-        )
+    def _for_kernel(self, mask: Masks | None) -> Masks | None:
+        """Eager attention adds its mask, so that a boolean one would only shift scores by one (TRAPS 11)."""
+        if isinstance(mask, dict):
+            return {kind: self._for_kernel(part) for kind, part in mask.items()}
+        if mask is None or mask.ndim != 4 or self.config._attn_implementation != "eager":
+            return mask
+        zeros = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+        return zeros.masked_fill(~mask, torch.finfo(self.dtype).min)
 
 
 def _eos_ids(model) -> tuple[int, ...]:
@@ -212,11 +245,29 @@ def cpu_has_bf16() -> bool:
 
 @contextlib.contextmanager
 def _one_line(path: str):
-    # A missing file or an unreachable Hub is the user's to solve; transformers explains it in a paragraph.
+    # A missing file or package, an unreachable Hub, a model of another kind: the user's to solve, and transformers
+    # explains each in a paragraph.
     try:
         yield
-    except OSError as error:
-        raise ValueError(f"target: cannot load {path}: {str(error).splitlines()[0]}") from error
+    except (OSError, ImportError, ValueError) as error:
+        raise ValueError(f"target: cannot load {path}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _source(path: str) -> tuple[str, dict]:
+    """What `from_pretrained` takes for a path: name and keyword arguments. Raises ValueError for what is not there."""
+    if path.endswith(".gguf"):
+        if not os.path.isfile(path):
+            raise ValueError(f"target: no such GGUF file: {path}")
+        folder, name = os.path.split(os.path.abspath(path))
+        return folder, {"gguf_file": name}
+    if os.path.exists(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ValueError(f"target: {path} holds no config.json")
+        if not any(name.endswith(".safetensors") for name in os.listdir(path)):
+            raise ValueError(f"target: {path} holds no safetensors weights; pickled weights are not loaded")
+    elif path.startswith((".", "/", "~")):
+        raise ValueError(f"target: no such folder: {path}")
+    return path, {}
 
 
 def load_target(
@@ -225,40 +276,34 @@ def load_target(
     device: str = "cpu",
     trust_remote_code: bool = False,
     attention: str | None = None,
+    quantization: str = "none",
 ) -> Target:
     """Loads a Hugging Face folder, a Hub id or a GGUF file (safetensors or GGUF only, never pickle).
 
-    Raises ValueError in one line when the path has no config, or only pickled weights.
+    Args:
+        quantization: one of `models.quantization.NAMES`.
+
+    Raises ValueError in one line when the path has no config, only pickled weights, or a model that cannot be verified.
     """
-    kwargs: dict = {}
-    source = path
-    if path.endswith(".gguf"):
-        if not os.path.isfile(path):
-            raise ValueError(f"target: no such GGUF file: {path}")
-        source, kwargs["gguf_file"] = os.path.split(os.path.abspath(path))
-    elif os.path.exists(path):
-        if not os.path.isfile(os.path.join(path, "config.json")):
-            raise ValueError(f"target: {path} holds no config.json")
-        if not any(name.endswith(".safetensors") for name in os.listdir(path)):
-            raise ValueError(f"target: {path} holds no safetensors weights; pickled weights are not loaded")
-    elif path.startswith((".", "/", "~")):
-        raise ValueError(f"target: no such folder: {path}")
+    source, kwargs = _source(path)
     common = {"trust_remote_code": trust_remote_code, **kwargs}
     with _one_line(path):
         config = AutoConfig.from_pretrained(source, **common)
-    refuse_recurrent(config.get_text_config())
-    if not kwargs:
-        common["use_safetensors"] = True
+    refuse_unsupported(config.get_text_config())
+    weights = {"use_safetensors": True} if not kwargs else {}
     if attention:
-        common["attn_implementation"] = attention
+        weights["attn_implementation"] = attention
+    if quantization != "none":
+        # Quantised layers are made on the device where they stay.
+        weights |= {"quantization_config": quantization_config(quantization, dtype), "device_map": {"": device}}
     if device == "cpu":
         # transformers repeats the key/value heads under a mask unless told that the kernel groups them itself.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     with _one_line(path):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **common)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
-    target = Target(model.to(device), tokenizer, path)
-    target.check_logits()
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **common, **weights)
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    target = Target(model if quantization != "none" else model.to(device), tokenizer, path)
+    target.check()
     return target
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from models.attention import ancestor_mask, causal_mask, tree_mask
+from models.attention import ancestor_mask, causal_mask, tree_mask, tree_positions, window_mask
 
 
 def test_causal_mask_has_no_empty_row():
@@ -39,3 +39,19 @@ def test_tree_mask_places_each_request_after_its_own_length():
     mask = tree_mask(parents, torch.tensor([2, 4]), 7)[:, 0].long()
     assert mask[0].tolist() == [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0]]
     assert mask[1].tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1]]
+
+
+def test_windows_go_by_positions_along_the_path():
+    """A chain of three and a second child of the root, after a context of four, window 3."""
+    parents, depths = torch.tensor([[0, 0, 1, 2, 0]]), torch.tensor([[0, 1, 2, 3, 1]])
+    lengths = torch.tensor([4])
+    queries, keys = tree_positions(depths, lengths, 9)
+    assert queries.tolist() == [[4, 5, 6, 7, 5]] and keys.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 5]]
+    mask = (tree_mask(parents, lengths, 9) & window_mask(queries, keys, 3))[0, 0].long()
+    assert mask.tolist() == [
+        [0, 0, 1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 1, 1, 0, 0, 0, 1],
+    ]

@@ -142,15 +142,3 @@ def test_taps_outside_the_target_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             DrafterSpec(block_size=4, mask_token_id=2, target_layer_ids=taps, num_target_layers=4)
-
-
-def test_a_family_that_scales_its_logits_is_refused(tmp_path):
-    """Granite divides its logits: sampling from the LM head alone would use another temperature."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    model = GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=8.0, initializer_range=0.3))
-    target = Target(model)
-    with pytest.raises(ValueError, match="computes its logits in a way that is not supported"):
-        target.check_logits()
-    tiny_target().check_logits()

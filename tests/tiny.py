@@ -5,7 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from eval.decoding.tree import Tree
 from models.checkpoint import Drafter
@@ -16,11 +25,47 @@ from models.target import Target, TargetOutput
 EOS, PAD, MASK, VOCAB = 1, 0, 2, 64
 
 
+WINDOW = 6
+_SOME_SLIDE = ["sliding_attention", "full_attention"] * 2
+_QWEN_WINDOW = dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
+# Each family with what sets it apart; a query scale and caps small enough to change the text of a tiny model.
+FAMILIES = {
+    "qwen3": (Qwen3Config, {}),
+    "llama": (LlamaConfig, {}),
+    "llama-tied": (LlamaConfig, dict(tie_word_embeddings=True)),
+    "qwen2": (Qwen2Config, {}),
+    "qwen2-window": (Qwen2Config, _QWEN_WINDOW),
+    "qwen3-window": (Qwen3Config, _QWEN_WINDOW),
+    "mistral": (MistralConfig, dict(sliding_window=WINDOW)),
+    "gemma3": (
+        Gemma3TextConfig,
+        dict(
+            sliding_window=WINDOW,
+            layer_types=_SOME_SLIDE,
+            query_pre_attn_scalar=8,
+            final_logit_softcapping=30.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "gemma2": (
+        Gemma2Config,
+        dict(sliding_window=WINDOW, layer_types=_SOME_SLIDE, query_pre_attn_scalar=8, attn_logit_softcapping=0.5),
+    ),
+    "granite": (GraniteConfig, dict(logits_scaling=8.0, embedding_multiplier=3.0)),
+}
+
+
 def tiny_target(
-    family: str = "qwen3", seed: int = 0, dtype=torch.float32, layers: int = 4, vocab: int = VOCAB
+    family: str = "qwen3", seed: int = 0, dtype=torch.float32, layers: int = 4, vocab: int = VOCAB, **more
 ) -> Target:
-    """A random target with enough spread in its logits that greedy text does not repeat one token."""
+    """A random target with enough spread in its logits that greedy text does not repeat one token.
+
+    Args:
+        family: one of `FAMILIES`.
+        more: options of the configuration that override the family's.
+    """
     torch.manual_seed(seed)
+    config_class, special = FAMILIES[family]
     sizes = dict(
         vocab_size=vocab,
         hidden_size=32,
@@ -36,7 +81,12 @@ def tiny_target(
         tie_word_embeddings=False,
         initializer_range=0.3,
     )
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
+    model = AutoModelForCausalLM.from_config(config_class(**{**sizes, **special, **more}))
+    if model.config.tie_word_embeddings:
+        # Else a random model repeats its last token: the residual stream is close to that token's own embedding.
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                torch.nn.init.normal_(parameter, std=3)
     return Target(model.to(dtype), path="tiny")
 
 
@@ -92,12 +142,17 @@ class ScriptedProposer:
     """Proposes the same chain in every round."""
 
     tap_ids: tuple[int, ...] = ()
+    column_bytes = 0
+    samples = False
 
     def __init__(self, tokens: list[int]):
         self.tokens, self.depth, self.size = tokens, len(tokens), len(tokens)
 
-    def begin(self, taps, lengths, capacity):
-        self.requests = len(lengths)
+    def begin(self, slots, capacity):
+        self.requests = 0
+
+    def join(self, taps, lengths):
+        self.requests += len(lengths)
 
     def draft(self, anchor_R):
         return None
@@ -109,3 +164,6 @@ class ScriptedProposer:
 
     def commit(self, taps, counts):
         return None
+
+    def keep(self, rows):
+        self.requests = len(rows)
