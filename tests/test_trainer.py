@@ -5,21 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PrinterCallback, TrainingArguments
 
-from data.settings import RunConfig
 from eval.decoding.proposals import DraftProposer, TreeOptions
 from models.checkpoint import Drafter, load_drafter
-from models.configuration import DrafterSpec, build_drafter_config
-from models.drafter import DFlashDraftModel
 from tiny import EOS, MASK, VOCAB, tiny_target
+from trainers import logged, make_trainer
 from training.checkpoints import newest_checkpoint
 from training.forward import capture_taps
 from training.initialise import initialise_from_target, zero_correction
-from training.progress import Progress
-from training.rows import TrainingRows
-from training.trainer import DrafterTrainer, NonFiniteLoss, summarise
-from training_runs import answer_rows
+from training.metrics import summarise
+from training.trainer import NonFiniteLoss
 
 
 @pytest.fixture(autouse=True)
@@ -28,54 +23,6 @@ def _one_thread():
 
 
 GOLDEN = Path(__file__).parent / "golden.json"
-
-
-def make_trainer(folder, rows=16, shifted=False, draft_ids=None, target=None, options=None, **arguments):
-    """A trainer over counting rows. `options` are ours, `arguments` those of TrainingArguments."""
-    options = {"loss_chunk": 64, "lambda_end": 0.3, **(options or {})}
-    target = target or tiny_target()
-    spec = DrafterSpec(
-        block_size=4,
-        mask_token_id=MASK,
-        target_layer_ids=(0, 2),
-        num_target_layers=target.num_layers,
-        shift_label=shifted,
-        head_rank=8,
-        gru_hidden_dim=16,
-        draft_vocab_size=None if draft_ids is None else len(draft_ids),
-    )
-    torch.manual_seed(0)
-    model = DFlashDraftModel(build_drafter_config(target.config, spec, 2))
-    config = RunConfig(run_dir=str(folder), **options)
-    values = dict(
-        output_dir=str(folder / "checkpoints"),
-        use_cpu=True,
-        remove_unused_columns=False,
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1,
-        save_strategy="no",
-        per_device_train_batch_size=4,
-        learning_rate=3e-3,
-        max_steps=10,
-        logging_nan_inf_filter=False,
-    )
-    progress = Progress(str(folder / "log.jsonl"), spec.num_proposals, first_rank=True)
-    trainer = DrafterTrainer(
-        model=model,
-        args=TrainingArguments(**{**values, **arguments}),
-        train_dataset=TrainingRows(answer_rows(rows), 64, 6, seed=0),
-        target=target,
-        draft_ids=draft_ids,
-        config=config,
-        callbacks=[progress],
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def logged(trainer, key="loss"):
-    return [line[key] for line in trainer.state.log_history if key in line]
 
 
 def test_golden_run(tmp_path):
@@ -217,7 +164,8 @@ def test_a_scripted_text_is_learned_and_drafted_through_the_inference_path(tmp_p
         taps = capture_taps(target, tokens[:, :8], (0, 2))
         for method in hits:
             proposer = DraftProposer(target, drafter, method, TreeOptions())
-            proposer.begin(taps, [8], capacity=64)
+            proposer.begin(1, 64)
+            proposer.join(taps, [8])
             tree = proposer.build(proposer.draft(tokens[:, 8]))
             expected = torch.arange(start + 9, start + 9 + drafter.spec.num_proposals)
             hits[method] += int(torch.equal(tree.tokens_RN[0], expected))

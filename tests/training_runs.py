@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from data.answers import AnswerRow
@@ -53,10 +54,13 @@ def answer_rows(count: int, seed: int = 0) -> list[AnswerRow]:
 
 
 def write_target(folder: Path) -> None:
+    """A tiny target whose tokenizer reads "t5 t6", and whose chat template adds nothing."""
     tiny_target().model.save_pretrained(folder)
     vocabulary = {f"t{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
-    special = dict(unk_token="t0", eos_token="t1", pad_token="t0")
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    special = dict(unk_token="t0", eos_token="t1", pad_token="t0", chat_template=template)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
@@ -72,6 +76,16 @@ def write_run(folder: Path, rows: list[AnswerRow], **options) -> Path:
     paths = dict(run_dir=str(folder / "run"), target=str(folder / "target"))
     config.write_text(yaml.safe_dump({**paths, **OPTIONS, **options}))
     return config
+
+
+def write_prompts(path: Path, count: int, seed: int = 5) -> str:
+    """A benchmark of distinct prompts for the tokenizer above."""
+    source = random.Random(seed)
+    rows = [
+        {"id": f"q{n}", "turns": [" ".join(f"t{source.randrange(3, VOCAB)}" for _ in range(6))]} for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def start_ranks(ranks: int, script: str, *words: str) -> list[subprocess.Popen]:
@@ -114,5 +128,8 @@ def free_port() -> int:
 
 
 def losses(folder: Path) -> list[float]:
-    lines = (folder / "run" / "train_log.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [line["loss"] for line in log_lines(folder) if "loss" in line]
+
+
+def log_lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "train_log.jsonl").read_text().splitlines()]

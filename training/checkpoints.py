@@ -7,15 +7,19 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import get_last_checkpoint
 
+from data.answers import target_identity
+from data.settings import RunConfig
 from training.arguments import zero_stage
 
 # Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`: nothing resumes it.
 UNFINISHED = "unfinished"
+BEST = "best"
 RUN_FILE = "run.json"
 PROVENANCE = "provenance.json"
 
@@ -23,8 +27,11 @@ PROVENANCE = "provenance.json"
 OURS = (
     "target seed block_size mask_token_id num_draft_layers shift_label head head_rank gru_hidden_dim "
     "pure_draft_prefix_len draft_vocab_size init_from_target anchors_per_row loss_gamma lambda_start lambda_end "
-    "max_row_length"
+    "lambda_horizon ce_weight kl_weight tv_weight enable_confidence_head confidence_head_with_markov confidence_weight "
+    "confidence_detach position_weights dpace_alpha max_row_length"
 ).split()
+# Said only when part of a drafter is trained, so that runs from before these options existed can be resumed.
+PARTIAL = "trainable lora_rank lora_alpha lora_dropout lora_targets".split()
 THEIRS = (
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_steps num_train_epochs weight_decay "
     "adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim train_sampling_strategy data_seed"
@@ -43,6 +50,16 @@ def publish(source: str, destination: str) -> None:
         shutil.rmtree(old)
     else:
         os.rename(source, destination)
+
+
+def point_to_best(folder: str, checkpoint: str) -> None:
+    """Makes RUN/checkpoints/best a link to the best checkpoint, relative, so that a run folder can be moved."""
+    link = os.path.join(folder, BEST)
+    temporary = f"{link}.partial"
+    if os.path.lexists(temporary):
+        os.remove(temporary)
+    os.symlink(os.path.basename(checkpoint), temporary)
+    os.replace(temporary, link)
 
 
 def newest_checkpoint(folder: str) -> str | None:
@@ -73,13 +90,19 @@ def semantic_options(config, arguments, taps: Sequence[int], world_size: int, ro
     # ZeRO's optimizer state is cut into one piece a rank, by stage; it holds fp32 copies of bf16 weights.
     options |= {"world_size": world_size, "bf16": arguments.bf16, "zero_stage": zero_stage(arguments.deepspeed)}
     options["answers"] = answers_digest(rows)
+    if config.init_drafter:
+        options["init_drafter"] = target_identity(config.init_drafter)
+    if config.trainable != "all":
+        options |= {name: getattr(config, name) for name in PARTIAL}
     return json.loads(json.dumps(options, default=str))
 
 
 def check_same_run(stored: dict[str, Any], now: dict[str, Any], where: str, ignored: Sequence[str] = ()) -> None:
     """Raises ValueError in one line if any semantic option differs, but for the ignored ones."""
     compared = {k: v for k, v in now.items() if k not in ignored}
-    changed = [f"{k} was {stored.get(k)}, is {v}" for k, v in compared.items() if stored.get(k) != v]
+    # A run from before an option existed had what is now its default.
+    before = {f.name: f.default for f in fields(RunConfig)} | stored
+    changed = [f"{k} was {before.get(k)}, is {v}" for k, v in compared.items() if before.get(k) != v]
     if changed:
         raise ValueError(
             f"{where} belongs to a run with other options ({'; '.join(changed)}): choose another --run_dir or remove it"

@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from data.answers import AnswerRow, read_answers, target_identity
+from data.answers import AnswerRow, check_origin, read_answers
 from data.environment import check_compiler
-from data.features import FOLDER, FeatureReader, resolve_taps
+from data.feature_cache import cache_settings
+from data.features import resolve_taps
 from data.fetch_target import resolve_target
 from data.settings import RunConfig
-from models.checkpoint import check_mask_token, check_same_spec, read_config
+from models.checkpoint import Drafter, check_same_spec, read_config
 from models.configuration import DrafterSpec, build_drafter_config
+from models.fitting import check_mask_token
 from models.target import Target, choose_dtype, load_target
 from training.arguments import check_training_options, rank_device, set_threads, spread_batch, world
+from training.attention import KERNELS, choose_attention
 from training.checkpoints import (
     PROVENANCE,
     RUN_FILE,
@@ -34,8 +37,10 @@ from training.checkpoints import (
     read_json,
     semantic_options,
 )
-from training.rows import TrainingRows
+from training.rows import PackedRows, TrainingRows, TrainingSet
+from training.sources import open_source
 from training.vocabulary import choose_draft_ids, coverage
+from training.warm_start import agree_with_start, read_start, start_config
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,7 @@ class TrainingPlan:
         semantic: options that a resume must share.
         coverage: share of answer tokens that the draft vocabulary holds.
         agreement: share of sampled answer tokens that are the target's own argmax.
+        start: checkpoint whose weights the drafter starts from, or None.
     """
 
     config: RunConfig
@@ -57,12 +63,13 @@ class TrainingPlan:
     target: Target
     spec: DrafterSpec
     drafter_config: Any
-    data: TrainingRows
+    data: TrainingSet
     draft_ids: Tensor | None
     resume: str | None
     semantic: dict[str, Any]
     coverage: float
     agreement: float
+    start: Drafter | None = None
 
 
 def prepare(config: RunConfig) -> TrainingPlan | None:
@@ -75,23 +82,29 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     if device == "cpu":
         check_compiler()
     arguments = check_training_options(config, device)
+    kernel = choose_attention(config.attention, device)
     spread_batch(arguments, config.global_batch_size, world_size)
     _check_output(config)
     path = resolve_target(config)
     rows, manifest = read_answers(config.path("answers"))
     dtype = choose_dtype(config.dtype, device)
     target = load_target(path, dtype, device, config.trust_remote_code)
-    check_origin(manifest, path, config.path("answers"))
+    needed = cache_settings(target, path, resolve_taps(config, target.num_layers))
+    check_origin(manifest, needed, config.path("answers"))
+    start = read_start(config, target)
     draft_ids, spec = build_spec(config, target, rows)
+    if start is not None:
+        draft_ids, spec = agree_with_start(start, spec, draft_ids, config)
     semantic = semantic_options(config, arguments, spec.target_layer_ids, world_size, rows)
     if finished := read_json(config.path("drafter", PROVENANCE)):
         check_same_run(finished["semantic"], semantic, config.path("drafter"), ignored=STATE)
         return None
     resume = find_resume(config, arguments, semantic, spec)
-    data = build_data(config, rows, spec, path)
+    needed["tap_ids"] = list(spec.target_layer_ids)
+    data = build_data(config, rows, needed, target, kernel == KERNELS["flex"])
     if len(data) < world_size:
         raise ValueError(f"{len(data)} rows with anchors are fewer than the {world_size} ranks")
-    covered, agreement = coverage(rows, draft_ids, target.vocab_size), label_agreement(target, data)
+    covered, agreement = coverage(rows, draft_ids, target.vocab_size), label_agreement(target, data.documents)
     if rank == 0:
         print(
             f"train: {len(data)} rows ({data.skipped} skipped), draft vocabulary covers {covered:.2%} of the answers, "
@@ -99,29 +112,24 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
         )
         if agreement < 0.8:
             log.warning("%.0f %% agreement is low: are these the target's own answers?", 100 * agreement)
+    drafter_config = build_drafter_config(target.config, spec, config.num_draft_layers)
+    if start is not None:
+        drafter_config = start_config(start, spec)
+    drafter_config._attn_implementation = kernel
     return TrainingPlan(
         config=config,
         arguments=arguments,
         target=target,
         spec=spec,
-        drafter_config=build_drafter_config(target.config, spec, config.num_draft_layers),
+        drafter_config=drafter_config,
         data=data,
         draft_ids=draft_ids,
         resume=resume,
         semantic=semantic,
         coverage=covered,
         agreement=agreement,
+        start=start,
     )
-
-
-def check_origin(manifest: dict, target_path: str, folder: str) -> None:
-    """Raises ValueError when the answers are another target's (TRAPS 31). A manifest written by hand may not say."""
-    made_by, now = manifest.get("settings", {}).get("target_identity"), target_identity(target_path)
-    if made_by not in (None, now):
-        raise ValueError(
-            f"the answers in {folder} are those of target {made_by}, this run has {now} ({target_path}): "
-            "choose another --run_dir and run: bash launch.sh regenerate CONFIG"
-        )
 
 
 def build_spec(config: RunConfig, target: Target, rows: list[AnswerRow]) -> tuple[Tensor | None, DrafterSpec]:
@@ -149,17 +157,22 @@ def build_spec(config: RunConfig, target: Target, rows: list[AnswerRow]) -> tupl
         head_rank=config.head_rank,
         gru_hidden_dim=config.gru_hidden_dim,
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        confidence_head=config.enable_confidence_head,
+        confidence_with_markov=config.confidence_head_with_markov,
     )
     return draft_ids, spec
 
 
-def build_data(config: RunConfig, rows: list[AnswerRow], spec: DrafterSpec, target_path: str) -> TrainingRows:
-    """The training set, over stored features if the run kept them."""
-    features = None
-    if config.keep_features and os.path.isdir(config.path("answers", FOLDER)):
-        reader = FeatureReader(config.path("answers"), spec.target_layer_ids, target_identity(target_path))
-        features = reader.get
-    return TrainingRows(rows, config.max_row_length, config.anchors_per_row, config.seed, features)
+def build_data(config: RunConfig, rows: list[AnswerRow], needed: dict, target: Target, flex: bool) -> TrainingSet:
+    """The training set over the features that `features` names, packed if asked for. Raises ValueError.
+
+    Args:
+        needed: of `data.feature_cache.cache_settings`.
+        flex: the attention is compiled, and wants batches of one shape.
+    """
+    source = open_source(config, needed, rows, target.config.hidden_size, world()[0])
+    documents = TrainingRows(rows, config.max_row_length, config.anchors_per_row, config.seed, source, flex)
+    return PackedRows(documents) if config.packing else documents
 
 
 def find_resume(

@@ -1,4 +1,5 @@
-"""What a training run shows: a bar with loss and accuracy, and RUN/train_log.jsonl with one line a log."""
+"""What a training run shows: a bar with loss and accuracy, RUN/train_log.jsonl with one line a log or evaluation, and
+at the end the same figures as train_log.csv and as curves in train_curves.png."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ class Progress(TrainerCallback):
     Attributes:
         seconds: training time so far, earlier sessions included.
         last: figures of the last log line with a loss.
+        evaluated: figures of the last evaluation.
     """
 
     def __init__(self, path: str, depths: int, first_rank: bool):
         self.path, self.depths, self.first_rank = Path(path), depths, first_rank
-        self.seconds_before, self.last, self.bar = 0.0, {}, None
+        self.seconds_before, self.last, self.evaluated, self.bar = 0.0, {}, {}, None
         self.started = time.monotonic()
 
     @property
@@ -31,10 +33,12 @@ class Progress(TrainerCallback):
         if not self.first_rank:
             return
         # Lines after the checkpoint that we resume from are written again.
-        kept = [line for line in _read_lines(self.path) if line["step"] <= state.global_step]
+        kept = [line for line in read_log(self.path) if line["step"] <= state.global_step]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
         if kept:
-            self.seconds_before, self.last = kept[-1]["seconds"], kept[-1]
+            self.seconds_before = kept[-1]["seconds"]
+            self.last = next((line for line in reversed(kept) if "loss" in line), {})
+            self.evaluated = next((line for line in reversed(kept) if "loss" not in line), {})
         self.started = time.monotonic()
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="train", unit="step")
 
@@ -43,20 +47,38 @@ class Progress(TrainerCallback):
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.bar is None or not logs or "loss" not in logs:
+        evaluated = any(name.startswith("eval_") for name in logs or {})
+        if self.bar is None or not (evaluated or "loss" in (logs or {})):
             return
-        self.last = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3)}
+        line = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3)}
         with open(self.path, "a") as file:
-            file.write(json.dumps(self.last) + "\n")
+            file.write(json.dumps(line) + "\n")
+        if evaluated:
+            self.evaluated = line
+            taus = [f"{name.removeprefix('eval_tau_')} {value:.2f}" for name, value in logs.items() if _is_tau(name)]
+            self.bar.write(f"step {state.global_step}: tau {', '.join(taus)}")
+            return
+        self.last = line
         by_depth = " ".join(f"{logs[f'accuracy_{d}']:.2f}" for d in range(1, self.depths + 1))
         self.bar.set_postfix_str(f"loss {logs['loss']:.3f} lr {logs['learning_rate']:.1e} accuracy {by_depth}")
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.close()
+        if self.bar is None:
+            return
+        self.bar.close()
+        lines = read_log(self.path)
+        if lines:
+            from training.curves import draw_curves, write_table  # imported late: drawing is for the end only
+
+            write_table(lines, self.path.with_suffix(".csv"))
+            draw_curves(lines, self.path.with_name("train_curves.png"))
 
 
-def _read_lines(path: Path) -> list[dict]:
+def _is_tau(name: str) -> bool:
+    return name.startswith("eval_tau_") and not name.startswith("eval_tau_rounds_")
+
+
+def read_log(path: Path) -> list[dict]:
     if not path.is_file():
         return []
     # A last line without its end was cut by a kill.

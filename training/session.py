@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import resource
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from transformers import PrinterCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from eval.environment import git_commit, hardware, versions
+from models.checkpoint import DRAFT_VOCABULARY
 from models.drafter import DFlashDraftModel
+from models.formats.folder import WEIGHTS
+from training import adapters
 from training.checkpoints import PROVENANCE, RUN_FILE, UNFINISHED, publish, write_json
+from training.evaluation import EvaluateAtEnd, TrainingEvaluation
 from training.initialise import initialise_from_target, zero_correction
+from training.metrics import peak_memory
 from training.plan import TrainingPlan, sample_tokens
 from training.progress import Progress
+from training.tracking import Tracking, prepare_wandb
 from training.trainer import DrafterTrainer
+from training.warm_start import start_from
 
 
 def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
@@ -26,13 +34,14 @@ def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
     """
     arguments = TrainingArguments(**vars(plan.arguments))
     first = arguments.process_index == 0
-    torch.manual_seed(plan.config.seed)
-    model = DFlashDraftModel(plan.drafter_config)
-    if plan.resume is None:
-        if plan.config.init_from_target:
-            initialise_from_target(model, plan.target, sample_tokens(plan.data, plan.target.device))
-        zero_correction(model)
+    model = build_model(plan, fresh=plan.resume is None)
+    evaluation = build_evaluation(plan, arguments, model)
     progress = Progress(plan.config.path("train_log.jsonl"), plan.spec.num_proposals, first)
+    callbacks = [progress, EvaluateAtEnd()]
+    if "wandb" in arguments.report_to:
+        prepare_wandb(plan.config)
+        callbacks.append(Tracking(described(plan), evaluation))
+    adapters.choose_trainable(model, plan.config)
     trainer = DrafterTrainer(
         model=model,
         args=arguments,
@@ -40,7 +49,8 @@ def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
         target=plan.target,
         draft_ids=plan.draft_ids,
         config=plan.config,
-        callbacks=[progress],
+        evaluation=evaluation,
+        callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)  # the bar and the log file show the same
     if first:
@@ -52,6 +62,40 @@ def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
     return trainer, progress
 
 
+def build_model(plan: TrainingPlan, fresh: bool) -> DFlashDraftModel:
+    """The drafter at its start: from a checkpoint, from the target, or random.
+
+    Args:
+        fresh: False when a resume replaces the weights anyway.
+    """
+    torch.manual_seed(plan.config.seed)
+    model = DFlashDraftModel(plan.drafter_config)
+    if fresh:
+        warm_head = False
+        if plan.start is not None:
+            warm_head = start_from(model, plan.start, plan.draft_ids)
+        elif plan.config.init_from_target:
+            initialise_from_target(model, plan.target, sample_tokens(plan.data, plan.target.device))
+        if not warm_head:
+            zero_correction(model)
+    return model
+
+
+def build_evaluation(
+    plan: TrainingPlan, arguments: TrainingArguments, model: DFlashDraftModel
+) -> TrainingEvaluation | None:
+    """Raises ValueError for prompts that cannot be decoded and for a metric that no evaluation gives."""
+    if arguments.eval_strategy == "no":
+        return None
+    evaluation = TrainingEvaluation(plan.config, plan.target, model, arguments.process_index, arguments.world_size)
+    if arguments.metric_for_best_model.removeprefix("eval_") not in evaluation.metric_names:
+        raise ValueError(
+            f"metric_for_best_model must be one of {', '.join(evaluation.metric_names)}, "
+            f"got {arguments.metric_for_best_model!r}"
+        )
+    return evaluation
+
+
 def train(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) -> None:
     """Trains to the end and writes RUN/drafter. Raises NonFiniteLoss."""
     trainer.train(resume_from_checkpoint=plan.resume)
@@ -59,29 +103,48 @@ def train(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) -> No
 
 
 def finish(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) -> None:
-    """Writes RUN/drafter beside its name and renames it."""
+    """Writes RUN/drafter beside its name and renames it: the last weights, or those of the best evaluation."""
     final = plan.config.path("drafter")
-    trainer.save_model(f"{final}.partial")
+    best = kept_checkpoint(plan, trainer)
+    if best is None:
+        trainer.save_model(f"{final}.partial")
+    elif trainer.args.should_save:
+        copy_drafter(best, f"{final}.partial")
     trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
         write_json(f"{final}.partial/{PROVENANCE}", provenance(plan, trainer, progress))
         publish(f"{final}.partial", final)
-        print(f"train: {trainer.state.global_step} steps in {progress.seconds:.0f} s, drafter in {final}")
+        which = f" (the weights of step {trainer.state.best_global_step}, the best)" if best else ""
+        print(f"train: {trainer.state.global_step} steps in {progress.seconds:.0f} s, drafter in {final}{which}")
     trainer.accelerator.wait_for_everyone()
+
+
+def kept_checkpoint(plan: TrainingPlan, trainer: DrafterTrainer) -> str | None:
+    """The best checkpoint where `keep` asks for it and it is not the last step anyway."""
+    best, folder = trainer.state.best_global_step, Path(trainer.args.output_dir)
+    if plan.config.keep == "last" or best in (None, trainer.state.global_step):
+        return None
+    path = folder / f"{PREFIX_CHECKPOINT_DIR}-{best}"
+    return str(path) if path.is_dir() else None
+
+
+def copy_drafter(checkpoint: str, folder: str) -> None:
+    """The part of a checkpoint that is a drafter: weights, config, draft vocabulary and adapter."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    for name in ("config.json", WEIGHTS, DRAFT_VOCABULARY):
+        if os.path.isfile(os.path.join(checkpoint, name)):
+            shutil.copy2(os.path.join(checkpoint, name), folder)
+    if os.path.isdir(os.path.join(checkpoint, adapters.FOLDER)):
+        shutil.copytree(os.path.join(checkpoint, adapters.FOLDER), os.path.join(folder, adapters.FOLDER))
 
 
 def provenance(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) -> dict:
     """Where these weights come from: options, code, libraries, machine, engine, and how training ended."""
     engine = trainer.model_wrapped
-    peak = {"memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)}
-    if torch.cuda.is_available():
-        peak["gpu_memory_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    best = trainer.state.best_global_step
     return {
-        "config": asdict(plan.config),
-        "semantic": plan.semantic,
-        "spec": asdict(plan.spec),
-        "git_commit": git_commit(),
-        "versions": versions(),
+        **described(plan),
         "hardware": hardware(),
         "world_size": trainer.args.world_size,
         "engine": type(engine).__name__,
@@ -89,10 +152,24 @@ def provenance(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) 
         "dtype": str(next(engine.parameters()).dtype).removeprefix("torch."),
         "steps": trainer.state.global_step,
         "train_seconds": round(progress.seconds, 1),
-        "peak": peak,
+        "peak": peak_memory(),
         "rows": len(plan.data),
         "skipped_rows": plan.data.skipped,
         "draft_vocabulary_coverage": plan.coverage,
         "label_agreement": plan.agreement,
         "metrics": progress.last,
+        "evaluation": progress.evaluated,
+        "best": best and {"step": best, trainer.args.metric_for_best_model: trainer.state.best_metric},
+        "kept_step": best if kept_checkpoint(plan, trainer) else trainer.state.global_step,
+    }
+
+
+def described(plan: TrainingPlan) -> dict:
+    """The resolved run and the code that runs it."""
+    return {
+        "config": asdict(plan.config),
+        "semantic": plan.semantic,
+        "spec": asdict(plan.spec),
+        "git_commit": git_commit(),
+        "versions": versions(),
     }

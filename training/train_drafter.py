@@ -4,6 +4,7 @@
     deepspeed training/train_drafter.py configs/qwen3-4b-domino.yaml                         all GPUs of this machine
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 training/train_drafter.py CONFIG       two CPU ranks
     deepspeed --hostfile HOSTS training/train_drafter.py CONFIG                              several machines
+    python training/train_drafter.py CONFIG --overfit_check                                  a check of minutes, first
 
 Reads RUN/answers (and its features, if they were kept). Writes RUN/checkpoints/checkpoint-N while training, and at the
 end RUN/drafter with the weights and provenance.json. A run that was interrupted continues from its newest checkpoint; a
@@ -52,6 +53,8 @@ def _train(plan, rank: int) -> int:
     from training.trainer import NonFiniteLoss
 
     _single_process_defaults()
+    if plan.config.overfit_check:
+        return _check(plan, rank)
     try:
         trainer, progress = build(plan)
     except ValueError as error:  # transformers and DeepSpeed check their combined options only now
@@ -62,6 +65,16 @@ def _train(plan, rank: int) -> int:
         print(f"train: {error}", file=sys.stderr, flush=True) if rank == 0 else None
         return 1
     return 0
+
+
+def _check(plan, rank: int) -> int:
+    """The overfit gate: exit code 1 when decoding does not accept what was learned."""
+    from training.overfit import overfit_check
+
+    try:
+        return 0 if overfit_check(plan) else 1
+    except ValueError as error:
+        return _mistake(str(error), rank)
 
 
 def _mistake(message: str, rank: int) -> int:

@@ -1,6 +1,6 @@
 """The drafter's trainer: transformers.Trainer over DeepSpeed, with the target outside the trained module.
 
-Shape suffixes: K statistics, T depths, V vocabulary.
+Shape suffixes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ import os
 import torch
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from data.batches import Batch, Sample, collate
 from data.settings import RunConfig
 from models.checkpoint import save_draft_ids
 from models.target import Target
-from training.checkpoints import UNFINISHED, publish
+from training.adapters import full_weights, lora_layers, save_adapter
+from training.checkpoints import UNFINISHED, point_to_best, publish
+from training.evaluation import TrainingEvaluation
 from training.forward import block_loss
-from training.objective import STATISTICS, LossSums, Objective
+from training.metrics import Window
+from training.objective import LossSums, Objective, Terms, batch_gamma, curriculum
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -33,30 +37,44 @@ class DrafterTrainer(Trainer):
         target: frozen target; embeds the blocks, scores the slots and, without stored features, gives the taps.
         draft_ids: draft vocabulary, or None.
         config: our options (loss, lambda, chunk).
+        evaluation: decodes held-out prompts when eval_strategy asks for it; None never.
     """
 
-    def __init__(self, *, target: Target, draft_ids: Tensor | None, config: RunConfig, **kwargs):
+    def __init__(
+        self,
+        *,
+        target: Target,
+        draft_ids: Tensor | None,
+        config: RunConfig,
+        evaluation: TrainingEvaluation | None = None,
+        **kwargs,
+    ):
         model = kwargs["model"]
-        self.target, self.draft_ids, self.config = target, draft_ids, config
+        self.target, self.draft_ids, self.config, self.evaluation = target, draft_ids, config, evaluation
         draft_V = None
         if draft_ids is not None:
             draft_V = torch.zeros(target.vocab_size, dtype=torch.bool)
             draft_V[draft_ids] = True
-        kwargs["data_collator"] = functools.partial(_collate, spec=model.spec, gamma=config.loss_gamma, draft_V=draft_V)
-        super().__init__(**kwargs)
+        options = dict(spec=model.spec, gamma=batch_gamma(config), draft_V=draft_V, teacher=config.needs_teacher)
+        kwargs["data_collator"] = functools.partial(_collate, **options, **kwargs["train_dataset"].collate_options())
+        super().__init__(eval_dataset=None if evaluation is None else evaluation.prompts, **kwargs)
         # The loss is already divided by the weight of the whole step; the trainer must not divide it again.
         self.loss_is_scaled_for_ga = True
         device_ids = None if draft_ids is None else draft_ids.to(target.device)
-        self.objective = Objective(target, device_ids, config.loss_chunk)
-        self._statistics_KT: Tensor | None = None
+        self.objective = Objective(target, device_ids, config.loss_chunk, Terms.of(config))
+        self.window = Window()
         self._finite: list[tuple[list[str], Tensor]] = []
         self._staging = False
 
     # ---- loss ----
     def lambda_now(self) -> float:
-        """Share of the base loss: linear from `lambda_start` at the first step to `lambda_end` at the last."""
-        progress = self.state.global_step / max(1, self.state.max_steps - 1)
-        return self.config.lambda_start + (self.config.lambda_end - self.config.lambda_start) * min(1.0, progress)
+        """Share of the base loss (`training.objective.curriculum`).
+
+        Zero on a frozen backbone, which the base loss cannot change.
+        """
+        if self.config.trainable == "head":
+            return 0.0
+        return curriculum(self.config, self.state.global_step / max(1, self.state.max_steps - 1))
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """Weight sum of the whole optimizer step: all accumulation steps of all ranks."""
@@ -67,10 +85,9 @@ class DrafterTrainer(Trainer):
         """Loss of a micro-batch, scaled so that the average over ranks and the sum over micro-batches is the ratio
         sum(numerators) / sum(weights) of the step."""
         batch = Batch(**inputs)
-        sums = block_loss(model, self.model, self.objective, batch, self.lambda_now())
+        sums = block_loss(model, self.model, self.objective, batch, self.lambda_now(), self.train_dataset.source)
         self._check_finite(sums, batch.ids)
-        statistics_KT = sums.statistics_KT
-        self._statistics_KT = statistics_KT if self._statistics_KT is None else self._statistics_KT + statistics_KT
+        self.window.add(sums.statistics_KT, batch)
         weight = num_items_in_batch.clamp(min=1e-6).to(sums.numerator.dtype)
         # DeepSpeed and DDP average gradients over ranks, hence the factor.
         return sums.numerator * (self.accelerator.num_processes / weight)
@@ -88,7 +105,7 @@ class DrafterTrainer(Trainer):
             bad = [row for ids, flag in self._finite if not flag for row in ids]
             raise NonFiniteLoss(
                 f"the loss is not finite at step {self.state.global_step + 1}; nothing was updated; "
-                f"rows of the micro-batch: {', '.join(sorted(set(_gather_objects(bad))))}"
+                f"rows of the micro-batch: {', '.join(sorted(set(gather_objects(bad))))}"
             )
         self._finite = []
 
@@ -102,17 +119,46 @@ class DrafterTrainer(Trainer):
             return
         super()._run_epoch(*args, epoch=epoch, **kwargs)
 
+    def get_batch_samples(self, *args, **kwargs):
+        with self.window.timed("loading"):
+            return super().get_batch_samples(*args, **kwargs)
+
+    def _finalize_training(self, *args):
+        # With save_total_limit 1 transformers would now delete the last checkpoint in favour of the best: both stay.
+        best, self.state.best_model_checkpoint = self.state.best_model_checkpoint, None
+        output = super()._finalize_training(*args)
+        self.state.best_model_checkpoint = best
+        return output
+
     def floating_point_ops(self, inputs) -> int:
         return 0  # transformers' estimate counts input ids, which this model does not have
 
-    # ---- logs ----
+    # ---- logs and evaluation ----
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds losses and accuracies of the logging window, over all ranks."""
-        if "loss" in logs and self._statistics_KT is not None:
-            sums_KT = self.accelerator.reduce(self._statistics_KT.double(), "sum").cpu()
-            self._statistics_KT = None
-            logs.update(summarise(sums_KT), distill_lambda=self.lambda_now())
+        """Adds the figures of the logging window, over all ranks."""
+        if "loss" in logs and self.window.sums_KT is not None:
+            logs.update(self.window.figures(self._sum_over_ranks), distill_lambda=self.lambda_now())
+            self.window = Window()
         super().log(logs, start_time)
+
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return self.accelerator.reduce(tensor, "sum")
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Decodes the held-out prompts; called by transformers on all ranks when an evaluation is due."""
+        with self.window.timed("away"):
+            figures = self.evaluation(self.model, self.draft_ids, self.state.global_step, gather_objects)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics, trial) -> bool:
+        """A new best is saved at once, whatever `save_steps` says: weights that are gone cannot be kept."""
+        is_new = super()._determine_best_metric(metrics, trial)
+        if is_new and self.args.save_strategy != SaveStrategy.NO:
+            self.control.should_save = True
+        return is_new
 
     # ---- checkpoints ----
     def _get_output_dir(self, trial) -> str:
@@ -121,48 +167,51 @@ class DrafterTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         """Writes into an unfinished folder and renames it, so that a kill at any time leaves whole checkpoints only."""
-        self._staging = True
-        super()._save_checkpoint(model, trial)
-        self._staging = False
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            folder = self._get_output_dir(trial)
-            publish(os.path.join(folder, UNFINISHED, name), os.path.join(folder, name))
-            rotate_checkpoints(output_dir=folder, save_total_limit=self.args.save_total_limit)
-        self.accelerator.wait_for_everyone()
+        with self.window.timed("away"):
+            self._staging = True
+            super()._save_checkpoint(model, trial)
+            self._staging = False
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self._publish(self._get_output_dir(trial))
+            self.accelerator.wait_for_everyone()
+
+    def _publish(self, folder: str) -> None:
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staged = os.path.join(folder, UNFINISHED, name)
+        best = self.state.best_global_step and os.path.join(
+            folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        )
+        if best:
+            # transformers wrote the path as it was before the rename.
+            self.state.best_model_checkpoint = best
+            self.state.save_to_json(os.path.join(staged, TRAINER_STATE_NAME))
+        publish(staged, os.path.join(folder, name))
+        if best:
+            point_to_best(folder, best)
+        rotate_checkpoints(folder, self.args.save_total_limit, best)
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
-        """Weights, config and draft vocabulary, as `models.checkpoint.load_drafter` reads them; no pickle."""
+        """Weights, config and draft vocabulary, as `models.checkpoint.load_drafter` reads them, and the adapter alone
+        when LoRA is trained; no pickle."""
         if self.args.should_save:
-            self.model.save_pretrained(output_dir, state_dict=state_dict)
+            state = self.model.state_dict() if state_dict is None else state_dict
+            self.model.save_pretrained(output_dir, state_dict=full_weights(self.model, state))
+            if lora_layers(self.model):
+                save_adapter(self.model, state, output_dir)
             if self.draft_ids is not None:
                 save_draft_ids(output_dir, self.draft_ids)
 
 
-def _collate(samples: list[Sample], spec, gamma: float, draft_V: Tensor | None) -> dict:
+def _collate(samples: list[Sample], spec, gamma: float, draft_V: Tensor | None, **options) -> dict:
     # The trainer moves mappings between devices, so the dataclass is unpacked here and packed again in the loss.
-    batch = collate(samples, spec.block_size, spec.num_proposals, spec.mask_token_id, gamma, draft_V)
+    batch = collate(samples, spec.block_size, spec.num_proposals, spec.mask_token_id, gamma, draft_V, **options)
     return {name: value for name, value in vars(batch).items() if value is not None}
 
 
-def _gather_objects(items: list[str]) -> list[str]:
+def gather_objects(items: list[str]) -> list[str]:
     if not torch.distributed.is_initialized():
         return items
     parts: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, items)
     return [item for part in parts for item in part]
-
-
-def summarise(sums_KT: Tensor) -> dict[str, float]:
-    """Named figures from summed statistics: weighted losses, and accuracy of base and final logits by depth."""
-    sums = dict(zip(STATISTICS, sums_KT, strict=True))
-    weight, count = sums["weight"].sum().clamp(min=1e-9), sums["count"].sum().clamp(min=1)
-    figures = {
-        "base_loss": (sums["base_loss"].sum() / weight).item(),
-        "final_loss": (sums["final_loss"].sum() / weight).item(),
-        "base_accuracy": (sums["base_hits"].sum() / count).item(),
-        "accuracy": (sums["final_hits"].sum() / count).item(),
-    }
-    by_depth_T = sums["final_hits"] / sums["count"].clamp(min=1)
-    return figures | {f"accuracy_{depth}": value for depth, value in enumerate(by_depth_T.tolist(), start=1)}

@@ -1,0 +1,158 @@
+"""`--overfit_check`: can this setting learn one answer by heart, so that *decoding* accepts whole blocks?
+
+Labels off by one, a mask or a position that differs between training and decoding: the loss falls all the same, and
+acceptance stays near zero (TRAPS 1-8, 32). One sample shows it within minutes, before days are spent. Everything is
+the run's own: trainer, engine, batches, loss, and the evaluation's loop with the real target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+
+from transformers import TrainerCallback
+
+from data.answers import AnswerRow
+from eval.decoding.loop import Answer, Request, generate
+from eval.decoding.proposals import NoProposer
+from eval.session import Session
+from training.checkpoints import write_json
+from training.evaluation import decoded_methods, decoding_copy
+from training.plan import TrainingPlan
+from training.rows import TrainingRows
+from training.session import build
+from training.trainer import DrafterTrainer, gather_objects
+
+SECONDS, STEPS, STEPS_BETWEEN = 240.0, 1000, 25  # limits of the training, and how often decoding is looked at
+TOKENS, CANDIDATES = 48, 8  # of the answer; and rows among which the sample is looked for
+SHARE = 0.9  # of the proposals in rounds that the answer's end does not cut
+LAMBDA = 0.5  # base and corrected logits are learned alike, so that every chain can be looked at
+LOG = "overfit_check.json"
+
+
+@dataclass
+class Look:
+    """What decoding says at one step: mean accepted tokens of a whole round, by method."""
+
+    step: int
+    accepted: dict[str, float]
+
+
+class LookAtDecoding(TrainerCallback):
+    """Decodes the sample every few steps, and stops when whole blocks are accepted or time is up."""
+
+    def __init__(self, plan: TrainingPlan, row: AnswerRow):
+        self.plan, self.row, self.looks, self.started = plan, row, [], time.monotonic()
+        self.methods = decoded_methods(plan.spec.head_type)
+        self.trainer: DrafterTrainer | None = None
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.looks) and min(self.looks[-1].accepted.values()) >= SHARE * self.plan.spec.num_proposals
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % STEPS_BETWEEN:
+            return
+        drafter = decoding_copy(self.trainer.model, self.plan.draft_ids, self.plan.target)
+        session = Session(self.plan.config, self.plan.target, drafter, "")
+        request = Request(self.row.prompt_ids, len(self.row.answer_ids))
+        accepted = {}
+        for method in self.methods:
+            (answer,) = generate(self.plan.target, session.proposer(method), [request])
+            accepted[method] = accepted_in_whole_rounds(answer, self.plan.spec.num_proposals)
+        self.looks.append(Look(state.global_step, accepted))
+        # Ranks must stop together, and their clocks differ.
+        control.should_training_stop = any(gather_objects([self.passed or time.monotonic() - self.started > SECONDS]))
+
+
+def overfit_check(plan: TrainingPlan) -> bool:
+    """Trains all of a fresh drafter on one sample and says on the first rank whether decoding accepts whole blocks.
+
+    Writes RUN/overfit_check.json and nothing else. `trainable` is not looked at: a frozen part could not learn.
+    """
+    row = choose_sample(plan)
+    look = LookAtDecoding(plan, row)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, progress = build(_small_run(plan, row, folder))
+        look.trainer = trainer
+        trainer.add_callback(look)
+        trainer.train()
+        accuracy = progress.last.get("accuracy", 0.0)
+    if trainer.args.should_save:
+        result = {"passed": look.passed, "proposals": plan.spec.num_proposals, "accuracy": accuracy}
+        write_json(plan.config.path(LOG), result | {"looks": [asdict(item) for item in look.looks]})
+        print(describe(look, accuracy, progress.seconds))
+    return look.passed
+
+
+def describe(look: LookAtDecoding, accuracy: float, seconds: float) -> str:
+    """The verdict in one line, with the reason of a failure."""
+    last, depth = look.looks[-1], look.plan.spec.num_proposals
+    figures = ", ".join(f"{method} {value:.1f}" for method, value in last.accepted.items())
+    words = (
+        f"after {last.step} steps ({seconds:.0f} s) on one sample decoding accepts, of {depth} proposals a round, "
+        f"{figures}; accuracy in training {accuracy:.2f}"
+    )
+    if look.passed:
+        return f"overfit_check: pass: {words}"
+    if accuracy > SHARE:
+        return f"overfit_check: fail: {words}: labels, positions or masks differ between training and decoding"
+    return f"overfit_check: fail: {words}: the sample was not learned; look at learning_rate, mask token and taps"
+
+
+def choose_sample(plan: TrainingPlan) -> AnswerRow:
+    """A training prompt with what the target really continues, here and now, in this dtype; the longest of a few.
+
+    Stored answers may be sampled, cut, or rounded in another batch: decoding would leave them. What lies behind a token
+    that the drafter cannot propose is cut off.
+    """
+    known = set() if plan.draft_ids is None else set(plan.draft_ids.tolist())
+    samples = []
+    for stored in plan.data.documents.rows[:CANDIDATES]:
+        prompt = list(stored.prompt_ids)[: plan.config.max_row_length - TOKENS]
+        (answer,) = generate(plan.target, NoProposer(), [Request(prompt, TOKENS)])
+        inside = next((i for i, t in enumerate(answer.tokens) if known and t not in known), len(answer.tokens))
+        samples.append(AnswerRow(stored.id, stored.domain, prompt, answer.tokens[:inside], answer.stop))
+    row = max(samples, key=lambda sample: len(sample.answer_ids))
+    need = plan.spec.num_proposals + 2
+    if len(row.answer_ids) < need:
+        raise ValueError(f"overfit_check: no answer of the first {CANDIDATES} rows has {need} tokens to draft")
+    return row
+
+
+def _small_run(plan: TrainingPlan, row: AnswerRow, folder: str) -> TrainingPlan:
+    """The run with one sample, for each rank the same, in a folder that is thrown away."""
+    config = replace(
+        plan.config, run_dir=folder, trainable="all", lambda_start=LAMBDA, lambda_end=LAMBDA, anchors_per_row=TOKENS
+    )
+    arguments = argparse.Namespace(**vars(plan.arguments))
+    for name, value in dict(
+        output_dir=config.path("checkpoints"),
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=10,
+        weight_decay=0.0,
+        logging_steps=5,
+        save_strategy="no",
+        eval_strategy="no",
+        report_to=[],
+    ).items():
+        setattr(arguments, name, value)
+    ranks = int(plan.semantic["world_size"])
+    rows = [replace(row, id=f"{row.id}/{rank}") for rank in range(ranks)]
+    data = TrainingRows(rows, len(row.prompt_ids) + len(row.answer_ids), TOKENS, config.seed)
+    return replace(plan, config=config, arguments=arguments, data=data, resume=None)
+
+
+def accepted_in_whole_rounds(answer: Answer, depth: int) -> float:
+    """Mean accepted tokens of the rounds whose proposals all lie inside the answer; 0 without such a round."""
+    place, accepted = 1, []
+    for record in answer.rounds:
+        if place + depth <= len(answer.tokens):
+            accepted.append(record.accepted)
+        place += record.emitted
+    return sum(accepted) / max(1, len(accepted))
