@@ -1,8 +1,9 @@
 """Key/value store for target and drafter: preallocated, ragged over requests, compacted to the accepted path.
 
 transformers' caches cannot keep scattered tree nodes (`crop` removes a suffix only), and they grow by copying. Here all
-layers live in one tensor, a forward writes its tokens at columns chosen per request, and a commit moves the accepted
-ones together.
+layers live in one tensor with a row for each request that may be decoded at once. A forward runs on consecutive rows,
+which it sees as views, and writes its tokens at columns chosen per request; a commit moves the accepted ones together.
+A request that ends leaves its row to the last one in use, so that the rows in use are always the first ones.
 
 Shape suffixes: L layers, R requests, H kv heads, T columns, M tokens of a forward, E head size.
 """
@@ -13,25 +14,35 @@ import torch
 from torch import Tensor
 
 
+def column_bytes(config, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    heads, head_size = _sizes(config)
+    return 2 * config.num_hidden_layers * heads * head_size * dtype.itemsize
+
+
+def _sizes(config) -> tuple[int, int]:
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class TreeCache:
-    """Keys and values of R requests.
+    """Keys and values of up to R requests.
 
     Attributes:
-        lengths: committed columns of each request; its next token has this position.
+        lengths: committed columns of each row; the next token of its request has this position.
     """
 
     def __init__(self, layers: int, requests: int, heads: int, capacity: int, head_size: int, dtype, device):
         # Zeros, not empty: a masked column is multiplied by a zero weight, and 0 * NaN would be NaN.
         self.data_L2RHTE = torch.zeros(layers, 2, requests, heads, capacity, head_size, dtype=dtype, device=device)
         self.lengths = [0] * requests
-        self._columns_RM: Tensor | None = None
+        self._rows = slice(0, requests)
         self._start: int | None = None
         self._width = 0
 
     @classmethod
     def for_config(cls, config, requests: int, capacity: int, dtype, device) -> TreeCache:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, head_size = _sizes(config)
         return cls(config.num_hidden_layers, requests, heads, capacity, head_size, dtype, device)
 
     @property
@@ -42,16 +53,22 @@ class TreeCache:
     def nbytes(self) -> int:
         return self.data_L2RHTE.numel() * self.data_L2RHTE.element_size()
 
-    def place(self, columns_RM: Tensor) -> int:
-        """Chooses the columns that the next forward writes. Returns the width that its mask must have."""
-        first = columns_RM[0].tolist()
-        self._width = int(columns_RM.max()) + 1
+    def place(self, columns_RM: Tensor, first: int = 0) -> int:
+        """Chooses the columns that the next forward writes, in the rows from `first` on. Returns its mask's width.
+
+        Columns are best given on the CPU: they are read here, and reading them from a GPU would wait for it.
+        """
+        columns = columns_RM.tolist()
+        self._width = max(max(row) for row in columns) + 1
         if self._width > self.capacity:
             raise ValueError(f"cache holds {self.capacity} columns, this forward needs {self._width}")
+        self._rows = slice(first, first + len(columns))
         # One contiguous run shared by all requests (always so for one request) is a plain copy.
-        run = first == list(range(first[0], first[0] + len(first)))
-        same = len(self.lengths) == 1 or bool((columns_RM == columns_RM[0]).all())
-        self._start, self._columns_RM = (first[0] if run and same else None), columns_RM
+        start = columns[0][0]
+        run = columns[0] == list(range(start, start + len(columns[0])))
+        self._start = start if run and all(row == columns[0] for row in columns) else None
+        device = self.data_L2RHTE.device
+        self._index = torch.arange(first, first + len(columns), device=device)[:, None], columns_RM.to(device)
         return self._width
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -59,31 +76,39 @@ class TreeCache:
         store = self.data_L2RHTE[layer_idx]
         if self._start is not None:
             stop = self._start + keys.shape[2]
-            store[0, :, :, self._start : stop] = keys
-            store[1, :, :, self._start : stop] = values
+            store[0, self._rows, :, self._start : stop] = keys
+            store[1, self._rows, :, self._start : stop] = values
         else:
-            index = self._columns_RM[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-            store[0].scatter_(2, index, keys)
-            store[1].scatter_(2, index, values)
-        return store[0, :, :, : self._width], store[1, :, :, : self._width]
+            # An indexed write of whole [H, E] rows: scatter_ goes element by element, ten times slower on a CPU.
+            store[0].transpose(1, 2)[self._index] = keys.transpose(1, 2)
+            store[1].transpose(1, 2)[self._index] = values.transpose(1, 2)
+        return store[0, self._rows, :, : self._width], store[1, self._rows, :, : self._width]
 
-    def commit(self, request: int, columns: list[int]) -> None:
-        """Appends the given columns of a request (ascending, at or after its length) to what it keeps."""
-        start, count = self.lengths[request], len(columns)
+    def commit(self, row: int, columns: list[int]) -> None:
+        """Appends the given columns of a row (ascending, at or after its length) to what it keeps."""
+        start, count = self.lengths[row], len(columns)
         if columns != list(range(start, start + count)):
-            rows = self.data_L2RHTE[:, :, request]
-            index = torch.tensor(columns, device=rows.device)
-            rows[:, :, :, start : start + count] = rows.index_select(3, index)
-        self.lengths[request] += count
+            data = self.data_L2RHTE[:, :, row]
+            index = torch.tensor(columns, device=data.device)
+            data[:, :, :, start : start + count] = data.index_select(3, index)
+        self.lengths[row] += count
+
+    def keep(self, rows: list[int]) -> None:
+        """Row i takes over what row `rows[i]` holds (itself, or one after the kept rows); all others are empty."""
+        for row, source in enumerate(rows):
+            if source != row:
+                length = self.lengths[row] = self.lengths[source]
+                self.data_L2RHTE[:, :, row, :, :length] = self.data_L2RHTE[:, :, source, :, :length]
+        self.lengths[len(rows) :] = [0] * (len(self.lengths) - len(rows))
 
     # What transformers asks a cache when it builds a causal mask itself (one request, so that nothing is ragged).
     is_compileable = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self.lengths)
+        return max(self.lengths[self._rows])
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return max(self.lengths)
+        return max(self.lengths[self._rows])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns that the forward sees, column of the first of them)."""

@@ -1,50 +1,32 @@
 """The one round loop: propose, verify, commit, record. Every method goes through it, autoregressive decoding too.
 
-Requests are decoded together; nothing about one depends on its neighbours except, in low precision, the rounding of
-batched kernels. The clock runs from the end of the target's prefill to the last token, so that the drafter's prefill
-and the first draft are inside it; the token that the prefill yields belongs to no round.
+Up to `slots` requests are decoded together (continuous batching): when one ends, its row is freed and the next waiting
+request joins with a prefill of its own. Nothing about a request depends on its neighbours except, in low precision, the
+rounding of batched kernels. The clock of an answer runs from the end of its prefill to its last token, so that the
+drafter's prefill and the first draft are inside it; the token that the prefill yields belongs to no round.
 
-Shape suffixes: R requests, S prompt length, M tree tokens, C committed tokens, L taps, V vocabulary.
+Shape suffixes: R requests decoded at once, J joining requests, S prompt length, M tree tokens, L taps, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from eval.records import RoundRecord
-from models.attention import causal_mask, tree_mask
 from models.target import Target
 
 from .cache import TreeCache
+from .rejection import verify_rejection
+from .request import Answer, Request, Served, check_requests, columns_needed, uniforms
 from .tree import Tree
-from .verification import choose_tokens, verify
+from .verification import Verification, choose_tokens, verify
 
-
-@dataclass
-class Request:
-    """A prompt to answer. `seed` names the request's own random stream."""
-
-    prompt_ids: list[int]
-    max_new_tokens: int
-    seed: int | str = 0
-
-
-@dataclass
-class Answer:
-    """The tokens of one request (the prefill's first), why it stopped, and what each round did."""
-
-    tokens: list[int] = field(default_factory=list)
-    stop: str = ""
-    rounds: list[RoundRecord] = field(default_factory=list)
-    accepted_ranks: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    target_forwards: int = 0
+MAX_CACHE_GB = 16.0
 
 
 class Clock:
@@ -58,162 +40,231 @@ class Clock:
         return time.perf_counter()
 
 
-def uniforms(request: Request) -> Tensor:
-    """The request's uniforms in [0, 1), one a token of its answer (with room for the last round's overshoot)."""
-    digest = hashlib.sha256(repr(request.seed).encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.rand(2 * request.max_new_tokens + 256, generator=generator, dtype=torch.float64)
-
-
 class Batch:
-    """Requests in flight: their answers, the target's cache, and the last verified token (the anchor) of each."""
+    """Requests being decoded: their answers, the target's cache, and who has which row.
 
-    def __init__(self, target: Target, proposer, requests: list[Request], temperature: float):
+    Attributes:
+        answers: of all requests, in the order given.
+        rows: the request that each row of the caches (target's and drafter's) holds; rows in use are the first ones.
+        waiting: requests that have not joined yet.
+        capacity: columns of a cache row, enough for the longest request.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        proposer,
+        requests: list[Request],
+        temperature: float = 0.0,
+        slots: int | None = None,
+        max_cache_gb: float = MAX_CACHE_GB,
+    ):
         self.target, self.proposer, self.requests, self.temperature = target, proposer, requests, temperature
+        self.slots = min(slots or len(requests), len(requests))
+        check_requests(requests, target, proposer, self.slots, max_cache_gb)
         self.answers = [Answer() for _ in requests]
+        self.rows: list[int] = []
+        self.waiting = deque(range(len(requests)))
         self.clock = Clock(target.device)
-        longest = max(len(r.prompt_ids) for r in requests)
-        self.capacity = longest + max(r.max_new_tokens for r in requests) + proposer.depth + proposer.size + 2
-        self.cache = TreeCache.for_config(target.config, len(requests), self.capacity, target.dtype, target.device)
-        width = max(2 * r.max_new_tokens + 256 for r in requests)
-        rows = [uniforms(r) for r in requests]
-        self.uniforms_RS = torch.stack([torch.cat([u, u.new_zeros(width - len(u))]) for u in rows]).to(target.device)
+        self.capacity = max(columns_needed(request, proposer) for request in requests)
+        self.cache = TreeCache.for_config(target.config, self.slots, self.capacity, target.dtype, target.device)
+        proposer.begin(self.slots, self.capacity)
+        self.prefills = self.rounds = self.request_rounds = 0
+        self.prefill_seconds = 0.0
+        self._started: dict[int, float] = {}
+        self._streams: dict[tuple[int, str], Tensor] = {}
 
     @property
-    def active(self) -> list[int]:
-        return [r for r, answer in enumerate(self.answers) if not answer.stop]
+    def cache_bytes(self) -> int:
+        """Keys and values of target and drafter."""
+        return self.slots * self.capacity * self.proposer.column_bytes + self.cache.nbytes
 
-    def prefill(self) -> None:
-        """One target forward over the prompts; its last logits give each request's first token."""
-        start = self.clock.now()
-        lengths = [len(r.prompt_ids) for r in self.requests]
-        device, width = self.target.device, max(lengths)
-        ids_RS = torch.zeros(len(lengths), width, dtype=torch.long)
-        for row, request in zip(ids_RS, self.requests, strict=True):
-            row[: len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
-        positions_RS = torch.arange(width, device=device).expand(len(lengths), -1)
-        lengths_R = torch.tensor(lengths, device=device)
-        self.cache.place(positions_RS)
+    def admit(self) -> bool:
+        """Waiting requests take the free rows. False when nothing is left to decode."""
+        while self.waiting and len(self.rows) < self.slots:
+            count = min(self.slots - len(self.rows), len(self.waiting))
+            self._prefill([self.waiting.popleft() for _ in range(count)])
+            self._free_rows()  # an answer may end with its first token
+        return bool(self.rows)
+
+    def _prefill(self, joiners: list[int]) -> None:
+        """One target forward over the joiners' prompts; its last logits give each one's first token."""
+        start, first, device = self.clock.now(), len(self.rows), self.target.device
+        prompts = [self.requests[i].prompt_ids for i in joiners]
+        lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
+        ids_JS = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+        positions_JS = torch.arange(width).expand(len(joiners), -1)
+        self.cache.place(positions_JS, first)
+        lengths_J = torch.tensor(lengths, device=device)
         output = self.target.forward(
-            ids_RS.to(device),
+            ids_JS,
             self.proposer.tap_ids,
-            position_ids=positions_RS,
+            position_ids=positions_JS.to(device),
             # One request is plainly causal: without a mask of ours the kernels skip masking, as in `generate`.
-            mask=None if len(lengths) == 1 else causal_mask(lengths_R, width),
+            mask=None if len(joiners) == 1 else self.target.causal_masks(lengths_J, width),
             cache=self.cache,
             with_logits=False,
             with_final=True,
         )
-        last_RD = output.final[torch.arange(len(lengths), device=device), lengths_R - 1]
-        first_R = choose_tokens(self.target.logits(last_RD), self.temperature, self.uniforms_RS[:, 0])
-        for r, length in enumerate(lengths):
-            self.cache.lengths[r] = length
-        elapsed = self.clock.now() - start
-        for answer, request, token in zip(self.answers, self.requests, first_R.tolist(), strict=True):
-            answer.prefill_seconds, answer.target_forwards = elapsed, 1
-            self._emit(answer, [token], request)
-        self.started = self.clock.now()
-        self.proposer.begin(output.taps, lengths, self.capacity)
+        last_JD = output.final[torch.arange(len(joiners), device=device), lengths_J - 1]
+        self.rows += joiners
+        self.cache.lengths[first : len(self.rows)] = lengths
+        uniforms_JS = self._uniforms(joiners, "target", 1)
+        tokens = choose_tokens(self.target.logits(last_JD), self.temperature, uniforms_JS[:, 0]).tolist()
+        now = self.clock.now()
+        for i, token in zip(joiners, tokens, strict=True):
+            self.answers[i].prefill_seconds, self.answers[i].target_forwards = now - start, 1
+            self._started[i] = now
+            self._emit(i, [token])
+        self.prefills, self.prefill_seconds = self.prefills + 1, self.prefill_seconds + now - start
+        self.proposer.join(output.taps, lengths)
 
     def round(self) -> None:
         """Propose, verify, commit, record."""
-        active, clock = self.active, self.clock
+        clock, proposer = self.clock, self.proposer
         start = clock.now()
-        anchor_R = torch.tensor([answer.tokens[-1] for answer in self.answers], device=self.target.device)
-        draft = self.proposer.draft(anchor_R)
+        anchors = [self.answers[i].tokens[-1] for i in self.rows]
+        anchor_R = torch.tensor(anchors, device=self.target.device)
+        draft = proposer.draft(anchor_R)
+        if draft is not None and proposer.samples:
+            draft = replace(
+                draft,
+                temperature=self.temperature,
+                uniforms_RT=self._uniforms(self.rows, "draft", proposer.depth),
+            )
         drafted = clock.now()
-        tree = self.proposer.build(draft)
+        tree = proposer.build(draft)
         built = clock.now()
-        output, lengths_R = self._forward_tree(anchor_R, tree)
-        done_R = torch.tensor([len(answer.tokens) for answer in self.answers], device=self.target.device)
-        steps = torch.arange(max(tree.max_depths) + 1, device=self.target.device)
-        verdict = verify(output.logits, tree, self.temperature, self.uniforms_RS.gather(1, done_R[:, None] + steps))
+        output = self._forward_tree(anchor_R, tree)
+        verdict = self._verify(output.logits, tree)
         verified = clock.now()
-        self._commit(output.taps, verdict.paths, active)
+        self._commit(output.taps, verdict.paths)
         finished = clock.now()
         times = dict(draft=drafted - start, tree=built - drafted, verify=verified - built, commit=finished - verified)
-        depths = tree.max_depths
-        for r in active:
-            answer, path = self.answers[r], verdict.paths[r]
-            answer.target_forwards += 1
-            emitted = self._emit(answer, verdict.emitted[r], self.requests[r])
-            answer.rounds.append(RoundRecord(tree.sizes[r], depths[r], len(path), emitted, **times))
-            answer.accepted_ranks.append(tree.ranks_RN[r, path].tolist() if path else [])
-            answer.seconds = finished - self.started
+        self._record(tree, verdict, times, finished)
+        self._free_rows()
 
     def _forward_tree(self, anchor_R: Tensor, tree: Tree):
         """The target over root and nodes: ancestor mask, positions by depth (siblings share one), scattered columns."""
-        device = anchor_R.device
-        lengths_R = torch.tensor(self.cache.lengths, device=device)
+        device, lengths = anchor_R.device, self.cache.lengths[: len(self.rows)]
         root = torch.zeros_like(anchor_R)[:, None]
         tokens_RM = torch.cat([anchor_R[:, None], tree.tokens_RN], dim=1)
         depths_RM = torch.cat([root, tree.depths_RN], dim=1)
         parents_RM = torch.cat([root, tree.parents_RN], dim=1)
-        width = self.cache.place(lengths_R[:, None] + torch.arange(tokens_RM.shape[1], device=device))
-        output = self.target.forward(
+        width = self.cache.place(torch.tensor(lengths)[:, None] + torch.arange(tokens_RM.shape[1]))
+        lengths_R = torch.tensor(lengths, device=device)
+        alone = tokens_RM.shape == (1, 1)  # plainly causal again
+        return self.target.forward(
             tokens_RM,
             self.proposer.tap_ids,
             position_ids=lengths_R[:, None] + depths_RM,
-            mask=None if tokens_RM.shape == (1, 1) else tree_mask(parents_RM, lengths_R, width),
+            mask=None if alone else self.target.tree_masks(parents_RM, depths_RM, lengths_R, width),
             cache=self.cache,
         )
-        return output, lengths_R
 
-    def _commit(self, taps_RML: Tensor, paths: list[list[int]], active: list[int]) -> None:
-        """Keeps KV and taps of root and accepted nodes. Finished requests keep what they have."""
-        kept = [[0] + [node + 1 for node in path] if r in active else [] for r, path in enumerate(paths)]
-        for r, tokens in enumerate(kept):
-            start = self.cache.lengths[r]
-            self.cache.commit(r, [start + m for m in tokens])
+    def _verify(self, logits_RMV: Tensor, tree: Tree) -> Verification:
+        steps = max(tree.max_depths) + 1
+        uniforms_RS = self._uniforms(self.rows, "target", steps)
+        if tree.drawn_from is None:
+            return verify(logits_RMV, tree, self.temperature, uniforms_RS)
+        accept_RS = self._uniforms(self.rows, "accept", steps)
+        return verify_rejection(logits_RMV, tree, self.temperature, accept_RS, uniforms_RS)
+
+    def _uniforms(self, requests: list[int], stream: str, steps: int) -> Tensor:
+        """[R, steps] uniforms for the next tokens of the requests; zeros in greedy decoding, which draws nothing."""
+        if self.temperature == 0:
+            return torch.zeros(len(requests), steps, dtype=torch.float64, device=self.target.device)
+        drawn = []
+        for i in requests:
+            if (i, stream) not in self._streams:
+                self._streams[i, stream] = uniforms(self.requests[i], stream)
+            done = len(self.answers[i].tokens)
+            drawn.append(self._streams[i, stream][done : done + steps])
+        return torch.stack(drawn).to(self.target.device)
+
+    def _commit(self, taps_RML: Tensor, paths: list[list[int]]) -> None:
+        """Keeps KV and taps of root and accepted nodes."""
+        kept = [[0] + [node + 1 for node in path] for path in paths]
+        for row, tokens in enumerate(kept):
+            start = self.cache.lengths[row]
+            self.cache.commit(row, [start + m for m in tokens])
         if self.proposer.tap_ids:
-            longest = max(len(tokens) for tokens in kept)
+            longest = max(map(len, kept))
             index = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in kept], device=taps_RML.device)
             taps = taps_RML.gather(1, index[..., None].expand(-1, -1, taps_RML.shape[2]))
             self.proposer.commit(taps, [len(tokens) for tokens in kept])
 
-    def _emit(self, answer: Answer, tokens: list[int], request: Request) -> int:
+    def _record(self, tree: Tree, verdict: Verification, times: dict[str, float], now: float) -> None:
+        """Every request's record of this round. Its times are those of the whole batch."""
+        self.rounds, self.request_rounds = self.rounds + 1, self.request_rounds + len(self.rows)
+        depths = tree.max_depths
+        ranks = tree.ranks_RN.tolist()
+        for row, i in enumerate(self.rows):
+            answer, path = self.answers[i], verdict.paths[row]
+            answer.target_forwards += 1
+            emitted = self._emit(i, verdict.emitted[row])
+            answer.rounds.append(RoundRecord(tree.sizes[row], depths[row], len(path), emitted, **times))
+            answer.accepted_ranks.append([ranks[row][node] for node in path])
+            answer.seconds = now - self._started[i]
+
+    def _emit(self, i: int, tokens: list[int]) -> int:
         """Appends tokens up to the first eos and the length limit. Returns how many were emitted."""
-        count = 0
-        for token in tokens:
+        answer = self.answers[i]
+        for count, token in enumerate(tokens, start=1):
             answer.tokens.append(token)
-            count += 1
             if token in self.target.eos_ids:
                 answer.stop = "eos"
-                break
-            if len(answer.tokens) >= request.max_new_tokens:
+            elif len(answer.tokens) >= self.requests[i].max_new_tokens:
                 answer.stop = "length"
-                break
-        return count
+            if answer.stop:
+                return count
+        return len(tokens)
 
-
-def check_request(request: Request, target: Target, proposer) -> None:
-    """Raises ValueError for a request that cannot be served: empty, or longer than the target's positions."""
-    if not request.prompt_ids:
-        raise ValueError("a prompt must have at least one token")
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-    need = len(request.prompt_ids) + request.max_new_tokens + proposer.depth
-    if need > target.max_length:
-        raise ValueError(
-            f"prompt of {len(request.prompt_ids)} tokens, max_new_tokens {request.max_new_tokens} and a block of "
-            f"{proposer.depth} need {need} positions, the target has {target.max_length}"
-        )
+    def _free_rows(self) -> None:
+        """Finished requests leave; the last rows move into the gaps, so that a forward sees only live ones."""
+        alive = [not self.answers[i].stop for i in self.rows]
+        if all(alive):
+            return
+        count = sum(alive)
+        movers = [row for row in range(count, len(alive)) if alive[row]]
+        keep = [row if alive[row] else movers.pop() for row in range(count)]
+        self.cache.keep(keep)
+        self.proposer.keep(keep)
+        self.rows = [self.rows[row] for row in keep]
 
 
 @torch.inference_mode()
-def generate(target: Target, proposer, requests: list[Request], temperature: float = 0.0) -> list[Answer]:
-    """Answers the requests together. Greedy at temperature 0, else the target's own samples.
+def serve(
+    target: Target,
+    proposer,
+    requests: list[Request],
+    temperature: float = 0.0,
+    slots: int | None = None,
+    max_cache_gb: float = MAX_CACHE_GB,
+) -> Served:
+    """Answers all requests, at most `slots` at once (default: all). Greedy at temperature 0, else the target's samples.
 
-    Every answer satisfies `target_forwards == len(rounds) + 1`.
+    Every answer satisfies `target_forwards == len(rounds) + 1`. Raises ValueError for a request that cannot be served.
     """
-    for request in requests:
-        check_request(request, target, proposer)
     before = target.forwards
-    batch = Batch(target, proposer, requests, temperature)
-    batch.prefill()
-    while batch.active:
+    batch = Batch(target, proposer, requests, temperature, slots, max_cache_gb)
+    start = batch.clock.now()
+    while batch.admit():
         batch.round()
+    seconds = batch.clock.now() - start
     # Counted where it happens, so that no method can hide a forward.
-    assert target.forwards - before == 1 + max(len(answer.rounds) for answer in batch.answers)
+    assert target.forwards - before == batch.prefills + batch.rounds
     assert all(answer.target_forwards == len(answer.rounds) + 1 for answer in batch.answers)
-    return batch.answers
+    return Served(batch.answers, seconds, batch.prefill_seconds, batch.rounds, batch.request_rounds, batch.cache_bytes)
+
+
+def generate(
+    target: Target,
+    proposer,
+    requests: list[Request],
+    temperature: float = 0.0,
+    slots: int | None = None,
+    max_cache_gb: float = MAX_CACHE_GB,
+) -> list[Answer]:
+    """The answers of `serve`."""
+    return serve(target, proposer, requests, temperature, slots, max_cache_gb).answers

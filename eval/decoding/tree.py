@@ -27,11 +27,31 @@ class Draft:
         anchor_R: token ids of the last verified tokens.
         hidden_RTD: backbone output at the slots that predict depth 1, 2, ...
         logits_RTV: base logits of these slots over the draft vocabulary, fp32.
+        temperature, uniforms_RT: for a chain sampled from the drafter, the latter in [0, 1).
     """
 
     anchor_R: Tensor
     hidden_RTD: Tensor
     logits_RTV: Tensor
+    temperature: float = 0.0
+    uniforms_RT: Tensor | None = None
+
+
+@dataclass
+class Distributions:
+    """fp32 probabilities over the draft vocabulary at every depth, and the target ids of its entries (None: the same).
+
+    The suffix V is the draft vocabulary, as in `Draft`.
+    """
+
+    probs_RTV: Tensor
+    ids_V: Tensor | None
+
+    def at(self, depth: int, vocabulary: int) -> Tensor:
+        """[R, vocabulary] probabilities over target ids."""
+        probs_RV = self.probs_RTV[:, depth]
+        ids_V = torch.arange(probs_RV.shape[1], device=probs_RV.device) if self.ids_V is None else self.ids_V
+        return probs_RV.new_zeros(probs_RV.shape[0], vocabulary).index_copy(1, ids_V, probs_RV)
 
 
 @dataclass
@@ -45,6 +65,7 @@ class Tree:
         scores_RN: log of the drafter's path probability.
         ranks_RN: place of the node in best-first order: the nodes of rank < b are the tree of budget b.
         sizes: real nodes of each request; what follows them is padding.
+        drawn_from: the distributions that a sampled chain's tokens were drawn from; None for all others.
     """
 
     tokens_RN: Tensor
@@ -53,6 +74,7 @@ class Tree:
     scores_RN: Tensor
     ranks_RN: Tensor
     sizes: list[int]
+    drawn_from: Distributions | None = None
 
     @property
     def width(self) -> int:
@@ -173,10 +195,10 @@ def prune(tree: Tree, budget: int, beta: float) -> Tree:
     )
     kept_RB = order_RN[:, :budget].sort(dim=1).values
     ranked = replace(tree, ranks_RN=ranks_RN)
-    return _drop_impossible(_select(ranked, kept_RB, [kept_RB.shape[1]] * len(tree.sizes)))
+    return _drop_impossible(select(ranked, kept_RB, [kept_RB.shape[1]] * len(tree.sizes)))
 
 
-def _select(tree: Tree, index_RM: Tensor, sizes: list[int]) -> Tree:
+def select(tree: Tree, index_RM: Tensor, sizes: list[int]) -> Tree:
     """The nodes at `index_RM`, in that order, their parents renumbered. Whoever is chosen has its parent chosen too."""
     requests, count = index_RM.shape
     # New index of a chosen node, plus one; the root stays 0.
@@ -194,7 +216,7 @@ def _drop_impossible(tree: Tree) -> Tree:
     if bool(possible_RN.all()):
         return tree
     order_RN = (~possible_RN).long().sort(dim=1, stable=True).indices
-    return _select(tree, order_RN, possible_RN.sum(dim=1).tolist())
+    return select(tree, order_RN, possible_RN.sum(dim=1).tolist())
 
 
 # Children of a node as (token ids, log probabilities), best first: given its depth and the token path to it.

@@ -43,10 +43,15 @@ def choose_tokens(logits_RV: Tensor, temperature: float, uniforms_R: Tensor) -> 
         raise ValueError("the target's logits hold NaN: its weights or dtype are broken")
     if temperature == 0:
         return logits_RV.argmax(dim=-1)
-    cumulative = torch.softmax(logits_RV.float() / temperature, dim=-1).double().cumsum(dim=-1)
+    return invert(torch.softmax(logits_RV.float() / temperature, dim=-1), uniforms_R)
+
+
+def invert(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
+    """Tokens [R] at which the cumulative distribution passes the uniforms. Weights need not sum to one."""
+    cumulative = probs_RV.double().cumsum(dim=-1)
     # The last possible token takes what rounding leaves above the sum; a zero-probability one can never be chosen.
     target = uniforms_R.to(cumulative)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits_RV.shape[-1] - 1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probs_RV.shape[-1] - 1)
 
 
 def verify(logits_RMV: Tensor, tree: Tree, temperature: float, uniforms_RS: Tensor) -> Verification:
@@ -58,7 +63,7 @@ def verify(logits_RMV: Tensor, tree: Tree, temperature: float, uniforms_RS: Tens
     """
     requests = logits_RMV.shape[0]
     rows = torch.arange(requests, device=logits_RMV.device)
-    current, alive = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+    current, alive = torch.zeros_like(rows), [True] * requests
     real_RN = tree.real_RN
     paths: list[list[int]] = [[] for _ in range(requests)]
     emitted: list[list[int]] = [[] for _ in range(requests)]
@@ -68,16 +73,16 @@ def verify(logits_RMV: Tensor, tree: Tree, temperature: float, uniforms_RS: Tens
         if tree.width:
             found_R, place_R = child_RN.any(dim=1), child_RN.long().argmax(dim=1)
         else:
-            found_R, place_R = torch.zeros_like(alive), torch.zeros_like(rows)
-        for r, (lives, token, found, place) in enumerate(
-            zip(alive.tolist(), token_R.tolist(), found_R.tolist(), place_R.tolist(), strict=True)
-        ):
-            if lives:
+            found_R, place_R = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows)
+        # One transfer a step: on a GPU each one waits for the device.
+        told = torch.stack([token_R, torch.where(found_R, place_R, -1)]).tolist()
+        for r, (token, place) in enumerate(zip(*told, strict=True)):
+            if alive[r]:
                 emitted[r].append(token)
-                if found:
+                if place >= 0:
                     paths[r].append(place)
-        alive = alive & found_R
-        if not bool(alive.any()):
+                alive[r] = place >= 0
+        if not any(alive):
             break
-        current = torch.where(alive, place_R + 1, current)
+        current = torch.where(found_R, place_R + 1, current)
     return Verification(paths, emitted)
