@@ -43,7 +43,8 @@ def make_features(config: RunConfig) -> None:
     device = choose_device(config.device)
     if device != "cpu":
         device = f"{device}:{os.environ.get('LOCAL_RANK', 0)}"
-    target = load_target(path, choose_dtype(config.dtype, device), device, config.trust_remote_code)
+    dtype = choose_dtype(config.dtype, device)
+    target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
     settings = cache_settings(target, path, resolve_taps(config, target.num_layers))
     check_origin(manifest, settings, config.path("answers"))
     folder = config.path(FOLDER)
@@ -51,7 +52,8 @@ def make_features(config: RunConfig) -> None:
     width = (len(settings["tap_ids"]) + 1) * target.config.hidden_size
     cache.check_space(cache.missing(rows), width)
     cache = FeatureCache(folder, settings, config.max_row_length, rank, writing=True)
-    fill(cache, target, settings["tap_ids"], cache.missing(rows)[rank::world_size], config.answer_batch_size)
+    own = cache.missing(rows[rank::world_size])
+    fill(cache, target, settings["tap_ids"], own, config.answer_batch_size)
     if cache.finish(rows, settings):
         print(f"features: {len(rows)} rows in {folder}")
 

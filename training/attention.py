@@ -1,7 +1,7 @@
 """Who sees whom in training, said once, in the two forms that kernels take.
 
-The rule is a mask_mod of torch's flex_attention. Dense kernels get it evaluated to a boolean tensor, flex_attention as a
-BlockMask that skips what nothing sees: with 512 anchors of 16 slots a dense mask has 8192 x 11264 entries a row.
+The rule is a mask_mod of torch's flex_attention. Dense kernels get it evaluated to a boolean tensor, flex_attention
+as a BlockMask that skips what nothing sees: with 512 anchors of 16 slots a dense mask has 8192 x 11264 entries a row.
 
 Shape suffixes: R rows, S context length, N anchors a row, B block slots, T = S + N*B keys.
 """
