@@ -28,6 +28,9 @@ class RunConfig:
     trust_remote_code: bool = option(False, "allow code that ships with the target")
     device: str = option("auto", "auto, cpu or cuda")
     dtype: str = option("auto", "auto, bf16 or fp32 for the target and for decoding")
+    quantization: Literal["none", "bnb-int8", "bnb-nf4", "torchao-int8"] = option(
+        "none", "load the target's weights in 8 or 4 bits (needs bitsandbytes or torchao)"
+    )
     seed: int = option(0, "seed of prompts, anchors, sampling and bootstrap")
 
     prompts: list[str] = option(
@@ -149,7 +152,9 @@ class RunConfig:
     )
 
     drafter: str = option(
-        "", "drafter checkpoint (default: the newest finished run of this config)", "eval export verify"
+        "",
+        "drafter: a folder or a Hub id, in any known format (default: the finished one of this config's run)",
+        "eval export verify inspect",
     )
     benchmarks: list[str] = option(
         ["builtin"],
@@ -181,7 +186,9 @@ class RunConfig:
         True, "also run dartree_pruned at a budget chosen from measured cost on training prompts", "eval demo"
     )
     acceptance: list[Literal["sample-match", "rejection"]] = option(
-        ["sample-match"], "how chains accept at T > 0: sample-match, rejection, or both, a row each", "eval"
+        ["sample-match", "rejection"],
+        "how chains accept at T > 0: sample-match, rejection, or both, a row each",
+        "eval",
     )
     sweep_budget: list[int] = option([], "values of B to compare for ddtree and dartree_pruned", "eval")
     sweep_width: list[int] = option([], "values of W to compare for dartree_pruned", "eval")
@@ -192,7 +199,16 @@ class RunConfig:
     near_tie: float = option(
         1e-4, "fp32 top-2 gap under which a difference from AR counts as a near tie", "eval verify demo"
     )
+    trace_prompts: int = option(
+        2, "prompts of each benchmark whose trees report.html shows, decoded unmeasured; 0 for none", "eval demo"
+    )
     output: str = option("", "folder to write (default: RUN_DIR/export)", "export")
+    format: Literal["transformers", "zlab", "deepspec", "speculators", "modelopt"] = option(
+        "transformers", "what the exported folder is for: transformers' AutoModel, or another program's names", "export"
+    )
+    allow_extra: bool = option(
+        False, "go on when a drafter holds keys or tensors that are not known here", "eval export verify inspect"
+    )
 
     training: dict = option({}, "keys of transformers.TrainingArguments", "train")
 
@@ -210,8 +226,9 @@ class RunConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.eval_prompts < 0:
-            raise ValueError(f"eval_prompts must be at least 0, got {self.eval_prompts}")
+        for name in ("eval_prompts", "trace_prompts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name, values in (("beta", [self.beta]), ("sweep_beta", self.sweep_beta)):
             if any(value > 0 for value in values):
                 raise ValueError(

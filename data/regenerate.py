@@ -30,6 +30,7 @@ from data.environment import choose_device
 from data.fetch_target import resolve_target
 from data.prompts import Prompt, load_mixture
 from data.settings import RunConfig, run_stage
+from models.quantization import precision_name
 from models.target import Target, choose_dtype, load_target
 
 # Batches are cut from this many prompts sorted by length: little padding, and an early stop keeps the mix of prompts.
@@ -64,7 +65,8 @@ def regenerate(config: RunConfig) -> None:
     folder = config.path("answers")
     path = resolve_target(config)
     device = choose_device(config.device)
-    settings = _settings(config, path, choose_dtype(config.dtype, device))
+    dtype = choose_dtype(config.dtype, device)
+    settings = _settings(config, path, dtype)
     manifest = answers.read_manifest(folder)
     _refuse_other_settings(folder, manifest, settings)
     # Answers cut by a time budget go on under another one, or none.
@@ -76,7 +78,7 @@ def regenerate(config: RunConfig) -> None:
     answers.make_folder(folder, "run_dir")
     answers.drop_half_line(folder)
     progress = Progress(answers.read_rows(folder))
-    target = load_target(path, choose_dtype(config.dtype, device), device, config.trust_remote_code)
+    target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
     job = Job(config, target, tuple(settings["tap_ids"] or ()), prompts, progress)
     job.save_manifest(settings, finished=False)
     job.run()
@@ -100,7 +102,7 @@ def _settings(config: RunConfig, path: str, dtype: torch.dtype) -> dict:
         "answer_temperature": config.answer_temperature,
         "max_prompt_length": config.max_prompt_length,
         "max_answer_length": config.max_answer_length,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": precision_name(dtype, config.quantization),
         "tap_ids": taps,
     }
 

@@ -27,11 +27,13 @@ from data.regenerate import Question, answer_batch
 from eval.decoding.cache import TreeCache
 from eval.decoding.loop import Request, generate
 from eval.decoding.proposals import TreeOptions, make_proposer
+from models import quantization
 from models.families import refuse_unsupported
 from models.target import Target, load_target
 from tiny import FAMILIES, VOCAB, WINDOW, tiny_drafter, tiny_target
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import save_tiny_target, tiny_tokenizer
 from training.forward import capture_taps
+from training.initialise import initialise_from_target
 
 WINDOWED = [name for name in FAMILIES if tiny_target(name).window]
 CONTEXT = 3 * WINDOW + 2
@@ -260,3 +262,33 @@ def test_a_multi_modal_target_without_a_text_form_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="(?i)cannot load.*llava") as error:
         load_target(str(tmp_path), torch.float32)
     assert "\n" not in str(error.value)
+
+
+def test_quantised_loading_names_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    for name, words in (("bnb-nf4", "pip install bitsandbytes"), ("torchao-int8", "pip install torchao")):
+        with pytest.raises(ValueError, match=words):
+            quantization.quantization_config(name, torch.float32)
+    with pytest.raises(ValueError, match="quantization must be one of none, .* got 'int3'"):
+        quantization.quantization_config("int3", torch.float32)
+    assert quantization.quantization_config("none", torch.float32) is None
+    assert quantization.precision_name(torch.bfloat16) == "bfloat16"
+    assert quantization.precision_name(torch.bfloat16, "bnb-nf4") == "bfloat16 with bnb-nf4 weights"
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+def test_an_int8_target_is_decoded_without_loss(tmp_path):
+    target = load_target(save_tiny_target(tmp_path), torch.float32, quantization="torchao-int8")
+    full = load_target(str(tmp_path), torch.float32)
+    assert target.quantized and not full.quantized and target.dtype == torch.float32
+    ids = torch.tensor([prompt(9)])
+    ours, exact = target.forward(ids, ()).logits, full.forward(ids, ()).logits
+    assert 0 < (ours - exact).norm() / exact.norm() < 0.1
+    requests, drafter = [Request(prompt(9), 16)], tiny_drafter(target)
+    answers = [
+        generate(target, make_proposer(target, drafter, method, TreeOptions(budget=12, width=6)), requests)[0].tokens
+        for method in ("ar", "dartree_pruned")
+    ]
+    assert answers[0] == answers[1]
+    with pytest.raises(ValueError, match="init_from_target"):
+        initialise_from_target(drafter.model, target, ids)

@@ -35,7 +35,11 @@ def initialise_from_target(model: DFlashDraftModel, target: Target, tokens_RS: T
     Args:
         tokens_RS: a few rows of real text without padding, to measure the scale of the target's queries and keys.
     """
-    base = target.model.base_model
+    if target.quantized:
+        raise ValueError(
+            "init_from_target copies weights, which a quantised target lacks: pass --init_from_target false"
+        )
+    base = target.decoder
     start = target.num_layers - len(model.layers)
     if start < 0:
         raise ValueError(f"num_draft_layers {len(model.layers)} exceeds the target's {target.num_layers} layers")
