@@ -13,11 +13,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from eval.records import RoundRecord
+from eval.records import PARTS, RoundRecord
 from models.target import Target
 
 from .cache import TreeCache
@@ -33,11 +34,26 @@ class Clock:
     """Wall time with the device's queue drained, so that work is charged to the stage that issued it."""
 
     def __init__(self, device: torch.device):
-        self._sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._cuda = device.type == "cuda"
+        self._sync = torch.cuda.synchronize if self._cuda else lambda: None
 
     def now(self) -> float:
         self._sync()
         return time.perf_counter()
+
+    def stamp(self) -> tuple[float, float | torch.cuda.Event]:
+        """`now`, and what processor time is counted from: seconds of all threads, or an event on the device."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return self.now(), event
+        return self.now(), time.process_time()
+
+    def parts(self, stamps: list) -> dict:
+        """Wall and processor seconds of the parts of a round between five stamps, as RoundRecord's fields."""
+        walls, marks = zip(*stamps, strict=True)
+        busy = [a.elapsed_time(b) / 1000 if self._cuda else b - a for a, b in pairwise(marks)]
+        return {name: b - a for name, (a, b) in zip(PARTS, pairwise(walls), strict=True)} | {"busy": tuple(busy)}
 
 
 class Batch:
@@ -122,7 +138,7 @@ class Batch:
     def round(self) -> None:
         """Propose, verify, commit, record."""
         clock, proposer = self.clock, self.proposer
-        start = clock.now()
+        stamps = [clock.stamp()]
         anchors = [self.answers[i].tokens[-1] for i in self.rows]
         anchor_R = torch.tensor(anchors, device=self.target.device)
         draft = proposer.draft(anchor_R)
@@ -132,16 +148,15 @@ class Batch:
                 temperature=self.temperature,
                 uniforms_RT=self._uniforms(self.rows, "draft", proposer.depth),
             )
-        drafted = clock.now()
+        stamps.append(clock.stamp())
         tree = proposer.build(draft)
-        built = clock.now()
+        stamps.append(clock.stamp())
         output = self._forward_tree(anchor_R, tree)
         verdict = self._verify(output.logits, tree)
-        verified = clock.now()
+        stamps.append(clock.stamp())
         self._commit(output.taps, verdict.paths)
-        finished = clock.now()
-        times = dict(draft=drafted - start, tree=built - drafted, verify=verified - built, commit=finished - verified)
-        self._record(tree, verdict, times, finished)
+        stamps.append(clock.stamp())
+        self._record(tree, verdict, clock.parts(stamps), stamps[-1][0])
         self._free_rows()
 
     def _forward_tree(self, anchor_R: Tensor, tree: Tree):
@@ -194,7 +209,7 @@ class Batch:
             taps = taps_RML.gather(1, index[..., None].expand(-1, -1, taps_RML.shape[2]))
             self.proposer.commit(taps, [len(tokens) for tokens in kept])
 
-    def _record(self, tree: Tree, verdict: Verification, times: dict[str, float], now: float) -> None:
+    def _record(self, tree: Tree, verdict: Verification, times: dict, now: float) -> None:
         """Every request's record of this round. Its times are those of the whole batch."""
         self.rounds, self.request_rounds = self.rounds + 1, self.request_rounds + len(self.rows)
         depths = tree.max_depths
