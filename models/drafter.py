@@ -169,6 +169,22 @@ class DFlashDraftModel(PreTrainedModel):
         """The slots that predict a+1, a+2, ... in order of depth: [..., B_k, D] -> [..., num_proposals, D]."""
         return hidden[..., self.spec.first_slot :, :]
 
+    def confidence_logits(self, hidden: Tensor, anchor: Tensor, tokens: Tensor, detach: bool = False) -> Tensor:
+        """Logits [..., T] of the acceptance of tokens [..., T] that follow the anchor tokens [...].
+
+        Before the first token comes the anchor, before token t comes token t - 1 (TRAPS 8).
+
+        Args:
+            hidden: backbone output at the predicting slots [..., T, D].
+            detach: no gradient flows to the backbone and to the Markov head.
+        """
+        rows = None
+        if self.spec.confidence_with_markov:
+            rows = self.head.previous_rows(torch.cat([anchor[..., None], tokens[..., :-1]], dim=-1))
+        if detach:
+            hidden, rows = hidden.detach(), None if rows is None else rows.detach()
+        return self.confidence_head(hidden, rows)
+
     def corrected_depths(self, device=None) -> Tensor:
         """Boolean [num_proposals]: True at the depths whose logits the head corrects (those beyond the prefix)."""
         depths = torch.arange(1, self.spec.num_proposals + 1, device=device)

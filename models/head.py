@@ -38,7 +38,7 @@ class CorrectionHead(nn.Module):
 
     Attributes:
         output_name: tensor name of W2, whose rows are those of the draft vocabulary.
-        previous_size: size of what `previous` returns; 0 for a head that has no table of previous tokens.
+        previous_size: size of what `previous_rows` returns; 0 for a head that has no table of previous tokens.
     """
 
     output_name: str
@@ -70,8 +70,8 @@ class CorrectionHead(nn.Module):
         """State after consuming `token` [...], which was predicted at `slot`."""
         raise NotImplementedError
 
-    def previous(self, state: Tensor) -> Tensor:
-        """Row [..., previous_size] of the token consumed last, which a confidence head may look at."""
+    def previous_rows(self, ids: Tensor) -> Tensor:
+        """Rows [..., previous_size] of tokens [...]: what a confidence head may look at beside the hidden state."""
         raise NotImplementedError
 
     def rows(self, ids: Tensor | None = None) -> Tensor:
@@ -84,18 +84,10 @@ class CorrectionHead(nn.Module):
 
         `hidden` [..., T, D] is the backbone's output at the predicting slots, in order of depth.
         """
-        return self.teacher_forced(anchor, tokens, embed, hidden)[0]
-
-    def teacher_forced(self, anchor: Tensor, tokens: Tensor, embed: Embed, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `teacher_forced_codes`, with the rows [..., T, previous_size] of the tokens before each prediction.
-
-        The token before the first prediction is the anchor, the one before prediction t is true token t - 1 (TRAPS 8).
-        """
         slots = self.prepare(hidden)
-        state, codes, rows = self.initial_state(anchor, embed), [], []
+        state, codes = self.initial_state(anchor, embed), []
         for t in range(tokens.shape[-1]):
             codes.append(self.code(state, slots[..., t, :]))
-            rows.append(self.previous(state) if self.previous_size else state[..., :0])
             if t + 1 < tokens.shape[-1]:
                 state = self.advance(state, tokens[..., t], embed, slots[..., t, :])
-        return torch.stack(codes, dim=-2), torch.stack(rows, dim=-2)
+        return torch.stack(codes, dim=-2)

@@ -56,8 +56,8 @@ class MarkovHead(CorrectionHead):
     def advance(self, state: Tensor, token: Tensor, embed: Embed, slot: Tensor) -> Tensor:
         return self.markov_head.markov_w1(token)
 
-    def previous(self, state: Tensor) -> Tensor:
-        return state[..., -self.rank :]
+    def previous_rows(self, ids: Tensor) -> Tensor:
+        return self.markov_head.markov_w1(ids)
 
 
 class GatedMarkovHead(MarkovHead):

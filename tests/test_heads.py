@@ -111,10 +111,12 @@ def test_no_head_is_none():
 @pytest.mark.parametrize("kind", ["markov_vanilla", "markov_gated", "markov_rnn"])
 def test_previous_rows_are_those_of_the_anchor_and_the_labels_before(kind):
     """TRAPS 8 for the confidence head: before prediction 0 comes the anchor, before t comes label t - 1."""
-    head, table = make(kind, draft=4), torch.randn(V, D)
-    tokens = torch.tensor([3, 9, 0, 7])
-    _, rows = head.teacher_forced(torch.tensor(5), tokens, lambda ids: table[ids], torch.randn(T, D))
-    assert torch.equal(rows, head.markov_head.markov_w1.weight[torch.tensor([5, 3, 9, 0])])
+    options = dict(head_type=kind, head_rank=E, draft_vocab_size=4, confidence_head=True, confidence_with_markov=True)
+    model = tiny_drafter(tiny_target(), **options).model
+    hidden, tokens = torch.randn(T, 32), torch.tensor([3, 9, 0, 7])
+    rows = model.markov_head.markov_w1.weight[torch.tensor([5, 3, 9, 0])]
+    expected = model.confidence_head(hidden, rows)
+    torch.testing.assert_close(model.confidence_logits(hidden, torch.tensor(5), tokens), expected)
 
 
 def test_confidence_is_a_linear_map_of_state_and_previous_row():
@@ -186,5 +188,6 @@ def test_a_new_head_is_a_class_and_a_name(monkeypatch, tmp_path):
     assert again.spec == drafter.spec and again.spec.head_type == "counting"
     assert torch.equal(again.model.counting.weight, drafter.model.counting.weight)
     proposer = DraftProposer(target, again, "dartree_fixed", TreeOptions(budget=8, candidates=4))
-    proposer.begin(torch.randn(1, 3, 64), [3], capacity=32)
+    proposer.begin(1, 32)
+    proposer.join(torch.randn(1, 3, 64), [3])
     assert proposer.build(proposer.draft(torch.tensor([5]))).sizes == [8]

@@ -66,11 +66,10 @@ class Reference:
         head = self.target.model.get_output_embeddings().weight
         head = head if self.ids is None else head[self.ids]
         base = slots @ head.T
-        final, rows = base, None
+        final = base
         if model.head is not None:
-            codes, rows = model.head.teacher_forced(
-                batch.block_ids_RNB[..., 0], batch.labels_RNT, self.target.embed, slots
-            )
+            anchors = batch.block_ids_RNB[..., 0]
+            codes = model.head.teacher_forced_codes(anchors, batch.labels_RNT, self.target.embed, slots)
             final = torch.where(model.corrected_depths()[:, None], base + codes @ model.head.rows().T, base)
         labels = batch.labels_RNT if self.index is None else self.index[batch.labels_RNT]
         teacher = self.teacher(batch, head) if batch.final_RSD is not None else None
@@ -81,6 +80,8 @@ class Reference:
         if self.terms.confidence:
             inputs = slots.detach() if self.terms.detach else slots
             if model.spec.confidence_with_markov:
+                previous = torch.cat([anchors[..., None], batch.labels_RNT[..., :-1]], dim=-1)
+                rows = model.head.markov_head.markov_w1(previous)
                 inputs = torch.cat([inputs, rows.detach() if self.terms.detach else rows], dim=-1)
             logits = (inputs @ model.confidence_head.proj.weight.T + model.confidence_head.proj.bias)[..., 0]
             accepted = 1 - 0.5 * (final.softmax(-1) - teacher).abs().sum(-1).detach()

@@ -13,7 +13,7 @@ from tiny import MASK, tiny_drafter, tiny_target
 from trainers import logged, make_trainer
 from training.forward import block_loss, capture_taps
 from training.initialise import initialise_from_target, zero_correction
-from training.objective import Objective, Terms
+from training.objective import STATISTICS, Objective, Terms
 from training.rows import TrainingRows
 from training.slot_loss import Mixture
 from training_runs import answer_rows
@@ -85,25 +85,37 @@ def test_a_scripted_text_is_drafted_by_every_head(head):
     assert hits >= 8
 
 
-def test_a_confidence_head_learns_where_the_drafter_is_right():
-    """Trained alone beside a frozen drafter that knows one half of the vocabulary, it tells the halves apart."""
+def test_a_confidence_head_learns_which_tokens_are_accepted():
+    """A frozen random drafter, one batch: the confidence head, which sees slot and previous token, learns the share of
+    each position that the target would accept, far beyond what a constant could say."""
     target = tiny_target()
-    model = tiny_drafter(target, head_type="none", confidence_head=True, block_size=4).model
-    torch.nn.init.zeros_(model.confidence_head.proj.weight)
-    torch.nn.init.zeros_(model.confidence_head.proj.bias)
-    hidden_MD = torch.randn(64, 32)
-    accepted_M = (hidden_MD[:, 0] > 0).float() * 0.8 + 0.1
-    weights_M = torch.ones(64)
-    objective = Objective(target, None, 0, Terms(Mixture(), confidence=1.0))
-    slots = type("Slots", (), dict(hidden_MD=hidden_MD, previous_ME=None, weights_M=weights_M))
+    spec = dict(head_type="markov_vanilla", confidence_head=True, confidence_with_markov=True, block_size=4)
+    model = tiny_drafter(target, **spec).model
     model.confidence_head.requires_grad_(True)
-    optimizer = torch.optim.Adam(model.confidence_head.parameters(), lr=0.1)
-    for _ in range(200):
+    data = TrainingRows(answer_rows(1), 64, 4, seed=0)
+    batch = collate([data[0]], 4, 3, MASK, 4.0, teacher=True)
+    objective = Objective(target, None, 0, Terms(Mixture(), confidence=1.0))
+    optimizer = torch.optim.Adam(model.confidence_head.parameters(), lr=0.05)
+    losses = []
+    for _ in range(150):
         optimizer.zero_grad()
-        # sum |t - p| = 2 (1 - accepted): the head's target is the accepted share itself.
-        objective._confidence(model, slots, 2 * (1 - accepted_M)).mean().backward()
+        sums = block_loss(model, model, objective, batch, 0.0)
+        sums.numerator.backward()
         optimizer.step()
-    with torch.no_grad():
-        said_M = torch.sigmoid(model.confidence_head(hidden_MD, None))
-    right = (said_M > 0.5) == (accepted_M > 0.5)
-    assert right.float().mean() > 0.95 and said_M.max() < 0.999
+        rows = dict(zip(STATISTICS, sums.statistics_KT, strict=True))
+        losses.append((rows["confidence_loss"].sum() / rows["weight"].sum()).item())
+    hidden = {}
+    keep = lambda **kwargs: model(**{**kwargs, "loss_fn": lambda h: hidden.setdefault("h", h)})  # noqa: E731
+    block_loss(keep, model, objective, batch, 0.0)
+    slots = model.prediction_slots(hidden["h"].unflatten(1, (-1, 4)))
+    said = torch.sigmoid(model.confidence_logits(slots, batch.block_ids_RNB[..., 0], batch.labels_RNT))
+    codes = model.head.teacher_forced_codes(batch.block_ids_RNB[..., 0], batch.labels_RNT, target.embed, slots)
+    drafted = (target.logits(slots) + codes @ model.head.rows().T).softmax(-1)
+    drafted[:, :, 0] = target.logits(slots[:, :, 0]).softmax(-1)  # pure_draft_prefix_len 1
+    places = batch.anchors_RN[0][:, None] + torch.arange(3)
+    final = target.forward(data[0].tokens_S[None], (0,), with_final=True, with_logits=False).final[0]
+    wanted = target.logits(final[places.clamp(max=len(final) - 1)]).softmax(-1)
+    accepted = torch.minimum(drafted[0], wanted).sum(-1)  # the overlap: 1 - sum |p - q| / 2
+    counted = batch.weights_RNT[0] > 0
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(said[0][counted], accepted[counted], atol=0.05, rtol=0)

@@ -141,18 +141,25 @@ class Objective:
         values = dict(zip(VALUES, values, strict=True))
         confidence_M = torch.zeros_like(slots.weights_M)
         if self.terms.confidence:
-            confidence_M = self._confidence(model, slots, values["tv"])
+            logits_RNT = model.confidence_logits(
+                slots.hidden_MD.view(*batch.labels_RNT.shape, -1),
+                batch.block_ids_RNB[..., 0],
+                batch.labels_RNT,
+                self.terms.detach,
+            )
+            accepted_M = (1 - 0.5 * values["tv"]).clamp(0, 1)
+            confidence_M = binary_cross_entropy_with_logits(logits_RNT.flatten().float(), accepted_M, reduction="none")
             numerator = numerator + self.terms.confidence * (slots.weights_M * confidence_M).sum()
         return LossSums(numerator, _statistics(slots, values, confidence_M.detach(), bool(self.terms.confidence)))
 
     def _slots(self, model: DFlashDraftModel, batch: Batch, hidden_RQD: Tensor) -> _Slots:
         rows, anchors, depths = batch.labels_RNT.shape
         hidden_RNTD = model.prediction_slots(hidden_RQD.view(rows, anchors, model.spec.block_size, -1))
-        codes_ME = previous_ME = None
+        codes_ME = None
         if model.head is not None:
             anchor_RN = batch.block_ids_RNB[..., 0]
-            forced = model.head.teacher_forced(anchor_RN, batch.labels_RNT, self.target.embed, hidden_RNTD)
-            codes_ME, previous_ME = (x.flatten(0, 2) for x in forced)
+            codes = model.head.teacher_forced_codes(anchor_RN, batch.labels_RNT, self.target.embed, hidden_RNTD)
+            codes_ME = codes.flatten(0, 2)
         labels_M = batch.labels_RNT.flatten()
         if self.index_V is not None:
             labels_M = self.index_V[labels_M]
@@ -165,7 +172,6 @@ class Objective:
             hidden_MD=hidden_RNTD.flatten(0, 2),
             final_MD=_before_labels(batch, depths) if self.needs_teacher else None,
             codes_ME=codes_ME,
-            previous_ME=previous_ME if model.spec.confidence_with_markov else None,
             depths=depths,
         )
 
@@ -192,14 +198,6 @@ class Objective:
         mask_RNT = slots.counts_M.view(shape).float()
         slots.weights_M = dpace_weights(probs_M.view(shape), mask_RNT, self.terms.dpace_alpha).flatten()
 
-    def _confidence(self, model: DFlashDraftModel, slots: _Slots, tv_M: Tensor) -> Tensor:
-        hidden_MD, previous_ME = slots.hidden_MD, slots.previous_ME
-        if self.terms.detach:
-            hidden_MD, previous_ME = hidden_MD.detach(), None if previous_ME is None else previous_ME.detach()
-        logits_M = model.confidence_head(hidden_MD, previous_ME).float()
-        accepted_M = (1 - 0.5 * tv_M).clamp(0, 1)
-        return binary_cross_entropy_with_logits(logits_M, accepted_M, reduction="none")
-
     def _logits(self, hidden_MD: Tensor) -> Tensor:
         return self.target.logits(hidden_MD.to(self.target.dtype), self.draft_ids)
 
@@ -215,7 +213,6 @@ class _Slots:
     hidden_MD: Tensor
     final_MD: Tensor | None
     codes_ME: Tensor | None
-    previous_ME: Tensor | None
     depths: int
 
     def empty_values(self) -> Tensor:
