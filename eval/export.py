@@ -1,12 +1,15 @@
-"""Stage `export`: a drafter folder that transformers, other clients of the z-lab/Domino format and we ourselves load.
+"""Stage `export`: a drafter folder for other programs, in one of the public formats.
 
-    bash launch.sh export [CONFIG] [--drafter DIR] [--output DIR] [--dtype bf16]
+    bash launch.sh export [CONFIG] [--drafter DIR] [--output DIR] [--dtype bf16] [--format FORMAT] [--target T]
+    bash launch.sh export DRAFTER --output DIR [--format FORMAT] [--target T]
 
-Reads the finished RUN/drafter (or --drafter) and, when it belongs to that drafter, RUN/results.json. Writes RUN/export/
-(or --output): config.json with flat and nested keys and both forms of the rope options, model.safetensors under the
-public names (METHODS section 5A), the modelling files that `AutoModel.from_pretrained(DIR, trust_remote_code=True)`
-loads, README.md as the model card, and provenance.json. With a draft vocabulary the head's output projection is
-scattered to one row a token of the full vocabulary (zeros elsewhere) and draft_vocabulary.safetensors keeps the ids.
+Reads the finished RUN/drafter (or a drafter folder or Hub id, in any format that we read) and, when it belongs to that
+drafter, RUN/results.json. Writes RUN/export/ (or --output): config.json with every default spelled out,
+model.safetensors under the format's names (models/formats), README.md as the model card, and provenance.json.
+`--format transformers`, the default, adds the modelling files that `AutoModel.from_pretrained(DIR,
+trust_remote_code=True)` loads; with a draft vocabulary the head's output projection is scattered there to one row a
+token of the full vocabulary (zeros elsewhere) and draft_vocabulary.safetensors keeps the ids. DeepSpec's and
+speculators' files hold the target's embedding and LM head, for which the target is read.
 
 Tensors keep the dtype of the checkpoint, so that a reload is bit for bit the same; --dtype converts them.
 """
@@ -21,23 +24,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from safetensors.torch import save_file
-from torch import Tensor
-
 import models
 from data.answers import make_folder
+from data.fetch_target import resolve_target
 from data.settings import RunConfig, run_stage
-from models.checkpoint import (
-    Drafter,
-    finished_drafter,
-    load_drafter,
-    save_draft_ids,
-)
-from models.formats.folder import WEIGHTS
-from models.heads import OUTPUT_PROJECTIONS
-from models.target import choose_dtype
+from models.checkpoint import Drafter, finished_drafter, load_drafter
+from models.fitting import check_against_target
+from models.formats.detect import FORMATS
+from models.formats.writing import needs_target, write_checkpoint
+from models.target import Target, choose_dtype, load_target
 
-from .model_card import model_card
+from .model_card import describe_target, model_card
 from .report import read_provenance, read_results
 
 # The entry comes first; it imports the others relatively, which transformers' loader follows.
@@ -45,17 +42,25 @@ MODELLING_FILES = (
     "drafter.py", "block_attention.py", "configuration.py", "heads.py", "head.py", "head_domino.py",
     "head_markov.py", "head_confidence.py",
 )  # fmt: skip
-# Keys of transformers' configurations that say nothing about a drafter.
-_NOISE = {
-    "draft_vocab_size", "_name_or_path", "id2label", "label2id", "chunk_size_feed_forward", "is_encoder_decoder",
-    "output_hidden_states", "output_attentions", "return_dict",
-}  # fmt: skip
 AUTO_MAP = {"AutoModel": "drafter.DFlashDraftModel"}
 MARKER = "export.json"
 
 
 def main(argv: list[str]) -> int:
-    return run_stage("export", argv, export)
+    return run_stage("export", drafter_argument("export", argv), export)
+
+
+def drafter_argument(stage: str, argv: list[str]) -> list[str]:
+    """A stage's words, whose first may be a drafter (a folder or a Hub id) in the place of CONFIG.
+
+    Exits with 2 when such an export names no --output: it belongs to no run.
+    """
+    if not argv or argv[0].startswith("-") or argv[0].endswith((".yaml", ".yml")) or os.path.isfile(argv[0]):
+        return argv
+    if stage == "export" and not any(word.split("=")[0] == "--output" for word in argv):
+        print(f"export: {argv[0]} is a drafter, no config: give --output", file=sys.stderr)
+        raise SystemExit(2)
+    return [f"--drafter={argv[0]}", *argv[1:]]
 
 
 def export(config: RunConfig) -> Path:
@@ -64,17 +69,30 @@ def export(config: RunConfig) -> Path:
     check_output(output, config.run_dir)
     source = finished_drafter(config.run_dir, config.drafter)
     dtype = None if config.dtype == "auto" else choose_dtype(config.dtype, "cpu")
-    drafter = load_drafter(source, dtype)
+    drafter = load_drafter(source, dtype, allow_extra=config.allow_extra)
+    print(f"drafter: {drafter.describe()}")
+    # Refused before a target of many gigabytes is read.
+    FORMATS[config.format].check_can_hold(drafter.spec)
+    target = read_target(config, drafter)
     make_folder(str(output.parent), "output")
     # Written beside the output and renamed, so that an export is whole or absent.
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
-        write_export(temporary, drafter, source, config)
+        write_export(temporary, drafter, target, source, config)
         replace_folder(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(f"export: {source} -> {output} ({drafter.spec.layout} layout, {drafter.model.dtype})")
+    print(f"export: {source} -> {output} (format {config.format}, {drafter.model.dtype})")
     return output
+
+
+def read_target(config: RunConfig, drafter: Drafter) -> Target | None:
+    """The target, in the drafter's dtype, if this export needs it. Raises ValueError when it is another drafter's."""
+    if not needs_target(drafter, config.format):
+        return None
+    target = load_target(resolve_target(config), drafter.model.dtype, trust_remote_code=config.trust_remote_code)
+    check_against_target(drafter.spec, drafter.model.config, target)
+    return target
 
 
 def check_output(output: Path, run_dir: str) -> None:
@@ -107,15 +125,15 @@ def read_marker(folder: Path) -> dict:
     return marker if isinstance(marker, dict) else {}
 
 
-def write_export(folder: Path, drafter: Drafter, source: str, config: RunConfig) -> None:
+def write_export(folder: Path, drafter: Drafter, target: Target | None, source: str, config: RunConfig) -> None:
     """Fills an empty folder with the export of a loaded drafter."""
     folder.chmod(0o755)  # a temporary folder is private
-    save_file(full_tensors(drafter), folder / WEIGHTS, metadata={"format": "pt"})
-    if drafter.draft_ids is not None:
-        save_draft_ids(folder, drafter.draft_ids)
-    write_json(folder / "config.json", export_config(drafter))
-    for name in MODELLING_FILES:
-        shutil.copyfile(Path(models.__file__).parent / name, folder / name)
+    write_checkpoint(drafter, target, config.format, folder, describe_target(config.target)[0] or "")
+    if config.format == "transformers":
+        keys = json.loads((folder / "config.json").read_text())
+        write_json(folder / "config.json", keys | {"auto_map": AUTO_MAP})
+        for name in MODELLING_FILES:
+            shutil.copyfile(Path(models.__file__).parent / name, folder / name)
     provenance = without_paths(read_provenance(source))
     if provenance is not None:
         write_json(folder / "provenance.json", provenance)
@@ -124,44 +142,6 @@ def write_export(folder: Path, drafter: Drafter, source: str, config: RunConfig)
     write_json(folder / MARKER, {"export": 1, "run": run_identity(config.run_dir)})
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors writes files for their owner alone
-
-
-def full_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """The tensors under their public names, W2 with one row a token of the full vocabulary."""
-    tensors = {name: tensor.contiguous() for name, tensor in drafter.model.state_dict().items()}
-    if drafter.draft_ids is not None:
-        for name in OUTPUT_PROJECTIONS:
-            if name in tensors:
-                rows = tensors[name]
-                full = rows.new_zeros(drafter.model.config.vocab_size, rows.shape[1])
-                full[drafter.draft_ids] = rows
-                tensors[name] = full
-    return tensors
-
-
-def export_config(drafter: Drafter) -> dict:
-    """config.json of the export.
-
-    It does not name the draft vocabulary's size: the tensors have full rows, and clients that know the vocabulary find
-    it in its own file.
-    """
-    config = drafter.model.config.to_dict()
-    rope = dict(config["rope_parameters"])
-    # Older clients read the scaling apart from theta, and "default" is no scaling.
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-    keys = {k: v for k, v in config.items() if v is not None and k not in _NOISE}
-    keys |= drafter.spec.to_config_keys() | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "auto_map": AUTO_MAP,
-        "rope_theta": rope["rope_theta"],
-        "rope_parameters": rope,
-        "rope_scaling": None if rope["rope_type"] == "default" else {"type": rope["rope_type"], **scaling},
-        "tie_word_embeddings": False,
-        "dtype": str(drafter.model.dtype).removeprefix("torch."),
-    }
-    keys.pop("draft_vocab_size", None)
-    return keys
 
 
 def without_paths(value):

@@ -23,14 +23,15 @@ from data.answers import make_folder
 from data.chat import encode_prompt, messages_of
 from data.prompts import load_prompts
 from data.settings import RunConfig, run_stage
+from eval.baseline import greedy
 from eval.decoding.loop import Answer, Request, generate
 from eval.environment import hardware, versions
 from eval.exactness import divergence
+from eval.plans import chosen_methods
 from eval.records import Divergence
 from eval.report import write_whole
-from eval.session import Session, chosen_methods, load_session
+from eval.session import Session, load_session
 from models.checkpoint import Drafter, finished_drafter
-from models.target import Target
 
 TRAINED, RANDOM = (50, 32), (8, 16)  # prompts, tokens
 
@@ -73,7 +74,7 @@ def random_drafter(drafter: Drafter) -> Drafter:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.05)
-    return Drafter(model, drafter.draft_ids)
+    return replace(drafter, model=model)
 
 
 def compare(session: Session, name: str, prompts: int, tokens: int) -> list[dict]:
@@ -119,20 +120,6 @@ class Row:
 
     def to_dict(self) -> dict:
         return {**vars(self), "differences": [d.to_dict() for d in self.differences]}
-
-
-def greedy(target: Target, ids: list[int], tokens: int) -> list[int]:
-    """Greedy text of transformers' own loop, without the repetition penalties that a generation_config may set."""
-    prompt = torch.tensor([ids], device=target.device)
-    output = target.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=tokens,
-        do_sample=False,
-        repetition_penalty=1.0,
-        pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
-    )
-    return output[0, len(ids) :].tolist()
 
 
 def faults(row: dict) -> list[str]:

@@ -22,7 +22,7 @@ from transformers import Qwen3Config
 from .configuration import DrafterSpec, spec_difference
 from .drafter import DFlashDraftModel
 from .formats.detect import detect
-from .formats.folder import local_folder, read_keys, read_tensors, read_weights
+from .formats.folder import local_folder, read_keys, read_shapes, read_tensors, read_weights, weight_files
 from .formats.format import EMBED, LM_HEAD, TO_DRAFT, TO_TARGET, Format
 from .heads import OUTPUT_PROJECTIONS
 from .tables import OwnTables
@@ -53,15 +53,17 @@ class Drafter:
     def spec(self) -> DrafterSpec:
         return self.model.spec
 
+    @property
+    def own_tables(self) -> bool:
+        return self.embedding_VD is not None or self.head_VD is not None
+
     def to_target_ids(self, ids: Tensor) -> Tensor:
         """Draft-vocabulary indices -> token ids of the target."""
         return ids if self.draft_ids is None else self.draft_ids[ids]
 
     def tables(self, target: Target) -> Target | OwnTables:
         """What embeds tokens and scores hidden states for this drafter: the target, unless it has tables of its own."""
-        if self.embedding_VD is None and self.head_VD is None:
-            return target
-        return OwnTables(target, self.embedding_VD, self.head_VD)
+        return OwnTables(target, self.embedding_VD, self.head_VD) if self.own_tables else target
 
     def describe(self) -> str:
         """The layout in one line: what a wrong assumption about a checkpoint shows up in."""
@@ -106,8 +108,8 @@ def finished_drafter(run_dir: str, given: str = "") -> str:
 
 def read_config(folder: str | os.PathLike) -> Qwen3Config:
     """A drafter's configuration in our keys, whatever its format. Raises ValueError in one line."""
-    keys = read_keys(folder)
-    return detect(keys, {}).read(keys, {})
+    keys, shapes = read_keys(folder), read_shapes(weight_files(folder))
+    return detect(keys, shapes).read(keys, shapes)
 
 
 def read_draft_ids(folder: str | os.PathLike, config: Qwen3Config, extra: dict[str, Tensor]) -> Tensor | None:
@@ -142,14 +144,14 @@ def load_drafter(
     Raises ValueError in one line that names the file, key or tensor at fault.
     """
     folder = local_folder(folder)
-    keys, stored = read_keys(folder), read_weights(folder)
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    keys, files = read_keys(folder), weight_files(folder)
+    shapes = read_shapes(files)
     form = detect(keys, shapes)
     unknown = form.unknown_keys(keys)
     if unknown and not allow_extra:
         raise ValueError(f"drafter: config.json in {folder} has unknown keys {unknown}; --allow_extra goes on")
     config = form.read(keys, shapes)
-    tensors, extra = sort_tensors(form, stored)
+    tensors, extra = sort_tensors(form, read_weights(files))
     draft_ids = read_draft_ids(folder, config, extra)
     if draft_ids is not None:
         config.draft_vocab_size = len(draft_ids)
@@ -165,7 +167,8 @@ def load_drafter(
     model = model.to(dtype=dtype or widest)
     model.load_state_dict(tensors)
     model = model.to(device=device).eval().requires_grad_(False)
-    tables = [extra[n].to(device, model.dtype) if n in extra else None for n in (EMBED, LM_HEAD)]
+    # In the stored dtype, in which they may equal the target's; `fit_to_target` converts those that do not.
+    tables = [extra[n].to(device) if n in extra else None for n in (EMBED, LM_HEAD)]
     check_tables(model, *tables)
     return Drafter(model, None if draft_ids is None else draft_ids.to(device), *tables, form.title)
 

@@ -40,9 +40,7 @@ def fit_to_target(drafter: Drafter, target: Target) -> Drafter:
     """
     model = drafter.model
     check_against_target(drafter.spec, model.config, target)
-    if drafter.spec.num_target_layers is None:  # checks the taps against the target's last layer, too
-        model.spec = replace(model.spec, num_target_layers=target.num_layers)
-        model.config.num_target_layers = target.num_layers
+    name_layers(drafter, target)
     drafter = drop_equal_tables(drafter, target)
     known = target.vocab_size if target.tokenizer is None else len(target.tokenizer)
     usable = min(target.vocab_size, model.config.vocab_size, known)
@@ -62,16 +60,24 @@ def fit_to_target(drafter: Drafter, target: Target) -> Drafter:
     return replace(drafter, draft_ids=ids, head_VD=head_VD)
 
 
+def name_layers(drafter: Drafter, target: Target) -> None:
+    """Tells a drafter whose checkpoint does not say it how many layers its target has; checks its taps by that."""
+    if drafter.spec.num_target_layers is None:
+        drafter.model.spec = replace(drafter.spec, num_target_layers=target.num_layers)
+        drafter.model.config.num_target_layers = target.num_layers
+
+
 def drop_equal_tables(drafter: Drafter, target: Target) -> Drafter:
-    """Without the embedding and LM head that are only copies of the target's."""
-    embedding_VD, head_VD = drafter.embedding_VD, drafter.head_VD
-    if embedding_VD is not None and same_rows(embedding_VD, target.model.get_input_embeddings().weight):
-        embedding_VD = None
-    if head_VD is not None and same_rows(head_VD, rows_of_head(target, drafter.draft_ids)):
-        head_VD = None
-    if embedding_VD is drafter.embedding_VD and head_VD is drafter.head_VD:
+    """Without the embedding and LM head that are only copies of the target's; others get the drafter's dtype."""
+    if not drafter.own_tables:
         return drafter
+    embedding_VD = _own(drafter.embedding_VD, target.model.get_input_embeddings().weight, drafter.model.dtype)
+    head_VD = _own(drafter.head_VD, rows_of_head(target, drafter.draft_ids), drafter.model.dtype)
     return replace(drafter, embedding_VD=embedding_VD, head_VD=head_VD)
+
+
+def _own(table_VD: Tensor | None, theirs_VD: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return None if table_VD is None or same_rows(table_VD, theirs_VD) else table_VD.to(dtype)
 
 
 def rows_of_head(target: Target, draft_ids: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -51,32 +52,53 @@ def read_keys(folder: str | os.PathLike) -> dict:
     return keys
 
 
-def read_weights(folder: str | os.PathLike) -> dict[str, Tensor]:
-    """All tensors of the folder. Raises ValueError when a file is missing, broken or a pickle."""
+def weight_files(folder: str | os.PathLike) -> list[Path]:
+    """The safetensors files of a folder: one, or the shards that its index names.
+
+    Raises ValueError when there is none, with the command that converts a pickle.
+    """
     folder = Path(folder)
-    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
-        return read_tensors(folder / WEIGHTS)
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+        convert = (
+            f"; if you trust {pickles[0]}, convert it there: {_CONVERT.format(name=pickles[0])}" if pickles else ""
+        )
+        raise ValueError(f"drafter: {folder} holds no {WEIGHTS} (pickled weights are not loaded){convert}")
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"drafter: {folder / INDEX} is no index of shards: {error!r}") from None
-    outside = [name for name in shards if os.path.basename(name) != name]
-    if outside:
-        raise ValueError(f"drafter: {folder / INDEX} names files outside its folder: {outside}")
-    tensors: dict[str, Tensor] = {}
     for name in shards:
-        tensors |= read_tensors(folder / name)
-    return tensors
+        if os.path.basename(name) != name or not (folder / name).is_file():
+            raise ValueError(f"drafter: {folder / INDEX} names {name}, which is not in its folder")
+    return [folder / name for name in shards]
+
+
+def read_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors, from the files' headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with _whole(path), safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    return shapes
+
+
+def read_weights(files: list[Path]) -> dict[str, Tensor]:
+    """All tensors of the files."""
+    return {name: tensor for path in files for name, tensor in read_tensors(path).items()}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads a safetensors file; anything else, a pickle above all, is refused."""
-    if not path.is_file():
-        pickles = sorted(p.name for p in path.parent.iterdir() if p.suffix in PICKLES) if path.parent.is_dir() else []
-        hint = f"; {pickles[0]} may hold code: if you trust it, convert it there with " if pickles else ""
-        command = _CONVERT.format(name=pickles[0]) if pickles else ""
-        raise ValueError(f"drafter: {path.parent} holds no {path.name} (pickled weights are not loaded){hint}{command}")
-    try:
+    """The tensors of a safetensors file; anything else, a pickle above all, is refused."""
+    with _whole(path):
         return load_file(path)
+
+
+@contextlib.contextmanager
+def _whole(path: Path):
+    try:
+        yield
     except SafetensorError as error:
         raise ValueError(f"drafter: {path} is not a whole safetensors file: {error}") from None

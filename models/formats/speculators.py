@@ -93,4 +93,4 @@ class Speculators(Format):
 
     def our_name(self, name: str) -> str | None:
         # Copies of the target's own head and norm, for its training loss.
-        return None if name.startswith("verifier_") else super().our_name(name)
+        return None if name.removeprefix("model.").startswith("verifier_") else super().our_name(name)
