@@ -1,0 +1,275 @@
+// Sweeps, throughput under load, quality and divergences, and everything that the figures depend on.
+
+const SWEEPS = { budget: "budget B", width: "width W", candidates: "candidates K", beta: "beta" };
+
+function sweepsSection(results) {
+  const rows = results.sweeps.filter((row) => typeof row.value === "number" && row.method !== "ar");
+  if (!rows.length) return null;
+  const places = unique(rows.map((row) => `${row.sweep}\n${row.benchmark}\n${row.temperature}`));
+  const figures = places.map((place) => {
+    const [sweep, benchmark, temperature] = place.split("\n");
+    return sweepFigures(
+      rows.filter((r) => r.sweep === sweep && r.benchmark === benchmark && String(r.temperature) === temperature),
+    );
+  });
+  const before = [
+    textColumn("sweep", "sweep"),
+    numberColumn("value", "value"),
+    textColumn("benchmark", "benchmark"),
+    numberColumn("T", "temperature", 1),
+  ];
+  const table = figuresTable("All sweeps", results.sweeps, before);
+  const text = "One option changed at a time, over the same prompts; AR was decoded again among them.";
+  return section(
+    "sweeps",
+    "Sweeps",
+    el("p", {}, text),
+    figures,
+    el("details", {}, el("summary", {}, "All figures of the sweeps"), table),
+  );
+}
+
+function sweepFigures(rows) {
+  const { sweep, benchmark, temperature } = rows[0];
+  const methods = unique(rows.map((row) => row.method));
+  const series = (key, unit) =>
+    methods.map((method) => ({
+      name: method,
+      method,
+      dash: 0,
+      points: rows
+        .filter((row) => row.method === method)
+        .sort((a, b) => a.value - b.value)
+        .map((row) => ({
+          x: row.value,
+          y: row[key],
+          interval: row[key === "tau_mean" ? "tau_interval" : "speedup_interval"],
+          tip: `${method}, ${SWEEPS[sweep] ?? sweep} ${row.value}: ${fixed(row[key], 3)}${unit}`,
+        })),
+    }));
+  const xLabel = SWEEPS[sweep] ?? sweep;
+  const one = (title, key, unit) =>
+    figure(
+      title,
+      responsive((width) => lines(width, series(key, unit), { title, xLabel, yLabel: title, ordinal: true })),
+      `against ${xLabel}`,
+    );
+  return el(
+    "div",
+    {},
+    el("h3", {}, `${xLabel}: ${benchmark}, T=${temperature}`),
+    el("div", { class: "pair" }, [one("tau", "tau_mean", ""), one("speed-up", "speedup", "×")]),
+    legend(methods.map((method) => ({ name: method, method }))),
+  );
+}
+
+function concurrencySection(results) {
+  const rows = results.concurrency;
+  if (!rows.length) return null;
+  const places = unique(rows.map((row) => `${row.benchmark}\n${row.temperature}`));
+  const figures = places.map((place) => {
+    const [benchmark, temperature] = place.split("\n");
+    return loadFigures(rows.filter((r) => r.benchmark === benchmark && String(r.temperature) === temperature));
+  });
+  const text = "Requests join and leave one loop; the speed-up is against AR with as many requests at once.";
+  return section("concurrency", "Several requests at once", el("p", {}, text), figures, loadTable(rows));
+}
+
+function loadFigures(rows) {
+  const plans = withDashes(unique(rows.map((row) => row.plan)).map((plan) => rows.find((row) => row.plan === plan)));
+  const series = (key, interval, unit) =>
+    plans.map(({ plan, label: name, method, dash }) => ({
+      name,
+      method,
+      dash,
+      points: rows
+        .filter((row) => row.plan === plan)
+        .sort((a, b) => a.concurrency - b.concurrency)
+        .map((row) => ({
+          x: row.concurrency,
+          y: row[key],
+          interval: interval && row[interval],
+          tip: `${name}, ${row.concurrency} at once: ${fixed(row[key], 2)}${unit}`,
+        })),
+    }));
+  const one = (title, key, interval, unit) =>
+    figure(
+      title,
+      responsive((width) =>
+        lines(width, series(key, interval, unit), { title, xLabel: "requests at once", yLabel: title, ordinal: true }),
+      ),
+    );
+  return el(
+    "div",
+    {},
+    el("h3", {}, `${rows[0].benchmark}, T=${rows[0].temperature}`),
+    el("div", { class: "pair" }, [
+      one("tokens/s", "tokens_per_second", null, " tokens/s"),
+      one("speed-up over AR", "speedup", "speedup_interval", "×"),
+    ]),
+    legend(plans.map(({ label: name, method, dash }) => ({ name, method, dash }))),
+  );
+}
+
+function loadTable(rows) {
+  return sortableTable(
+    "Throughput",
+    [
+      METHOD,
+      numberColumn("at once", "concurrency", 0),
+      textColumn("benchmark", "benchmark"),
+      numberColumn("T", "temperature", 1),
+      numberColumn("tokens/s", "tokens_per_second", 1, { best: "max" }),
+      numberColumn("speed-up", "speedup"),
+      intervalColumn("95 %", "speedup_interval"),
+      numberColumn("tau", "tau_mean"),
+      numberColumn("nodes a round", "nodes_per_round", 1),
+      ...PARTS.map((part) => ({
+        label: part,
+        group: "ms a round",
+        value: (row) => row.ms_per_round?.[part] ?? null,
+        show: (row) => fixed(row.ms_per_round?.[part], 1),
+      })),
+      numberColumn("requests", "requests", 0),
+      numberColumn("tokens", "tokens", 0),
+      numberColumn("seconds", "seconds", 1),
+      numberColumn("KV cache GiB", "kv_cache_gb", 3),
+      numberColumn("peak GiB", "peak_memory_gb", 2),
+      ...KNOBS,
+    ],
+    rows,
+  );
+}
+
+function qualitySection(results) {
+  const quality = sortableTable(
+    "The target's own answers",
+    [
+      textColumn("benchmark", "benchmark"),
+      numberColumn("T", "temperature", 1),
+      numberColumn("answers", "answers", 0),
+      percentColumn("end in eos", "eos_share"),
+      numberColumn("distinct 4-grams", "distinct_4gram", 3, { hint: "a repetitive model flatters tau" }),
+      numberColumn("AR tokens/s", "ar_tokens_per_second", 1),
+      numberColumn("generate tokens/s", "generate_tokens_per_second", 1, {
+        hint: "target.generate of transformers on the same prompts",
+      }),
+      numberColumn("AR over generate", "ar_over_generate"),
+    ],
+    results.quality,
+  );
+  return section("quality", "Answers and divergences", quality, benchmarkTable(results), divergences(results));
+}
+
+function benchmarkTable(results) {
+  const columns = [
+    textColumn("benchmark", "benchmark"),
+    textColumn("source", "source"),
+    numberColumn("prompts", "prompts", 0),
+    numberColumn("answers", "answers", 0),
+    numberColumn("skipped", "skipped", 0, { hint: "turns that are too long, or that the chat template refuses" }),
+    numberColumn("left out", "left_out", 0, { hint: "turns answered by some plans only" }),
+  ];
+  return results.benchmarks.length ? sortableTable("Benchmarks", columns, results.benchmarks) : null;
+}
+
+function divergences(results) {
+  const rows = results.divergences;
+  const compared = results.summary.filter((row) => row.diverged !== null && row.method !== "ar");
+  const answers = compared.reduce((sum, row) => sum + row.answers, 0);
+  const ties = rows.filter((row) => row.near_tie).length;
+  const text = rows.length
+    ? `${rows.length} of ${answers} greedy answers differ from AR's; a near tie explains ${ties} of them.`
+    : `None of ${answers} greedy answers differs from AR's.`;
+  const table = () =>
+    sortableTable(
+      "Answers that differ from AR's",
+      [
+        textColumn("prompt", "prompt_id"),
+        numberColumn("turn", "turn", 0),
+        textColumn("benchmark", "benchmark"),
+        textColumn("plan", "plan"),
+        numberColumn("position", "position", 0),
+        numberColumn("AR's token", "ar_token", 0),
+        numberColumn("token", "token", 0),
+        { ...numberColumn("gap", "gap"), show: (row) => (row.gap === null ? NONE : row.gap.toPrecision(3)) },
+        {
+          ...numberColumn("threshold", "threshold"),
+          show: (row) => (row.threshold === null ? NONE : row.threshold.toPrecision(3)),
+        },
+        { label: "near tie", words: true, value: (row) => (row.near_tie ? "yes" : "no") },
+      ],
+      rows,
+    );
+  return el(
+    "div",
+    {},
+    el("p", {}, text),
+    rows.length ? el("details", {}, el("summary", {}, "The divergences"), table()) : null,
+  );
+}
+
+// Settings: a list for each group, and every key somewhere.
+function settingsSection(results) {
+  const { hardware, versions, provenance, budget_choice: chosen, engine, command, ...options } = results.settings;
+  const groups = [
+    ["Options and drafter", { ...options, schema_version: results.schema_version }],
+    ["Hardware", hardware],
+    ["Versions", versions],
+    ["Training engine", engine],
+  ];
+  return section(
+    "settings",
+    "Settings",
+    command ? el("pre", { class: "command" }, command) : null,
+    budgetFigure(chosen),
+    groups.filter(([, values]) => values).map(([title, values]) => group(title, values)),
+    provenance
+      ? el("details", {}, el("summary", {}, "Provenance of the drafter"), group("As its training wrote it", provenance))
+      : null,
+  );
+}
+
+function group(title, values) {
+  const rows = flatten(values).map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value)));
+  return el("div", {}, el("h3", {}, title), el("dl", { class: "settings" }, rows));
+}
+
+// [["a.b", "text"], ...] of a nested object; lists of plain values in one line.
+function flatten(value, key = "") {
+  const plain = value === null || typeof value !== "object";
+  if (plain) return [[key, value === null ? NONE : value === "" ? "(empty)" : String(value)]];
+  if (Array.isArray(value) && value.every((item) => item === null || typeof item !== "object"))
+    return [[key, value.length ? value.join(", ") : "(none)"]];
+  return Object.entries(value).flatMap(([name, inner]) => flatten(inner, key ? `${key}.${name}` : name));
+}
+
+function budgetFigure(chosen) {
+  if (!chosen) return null;
+  const series = [
+    {
+      name: "expected tokens/s",
+      method: "dartree_pruned",
+      dash: 0,
+      points: chosen.curve.map((row) => ({
+        x: row.budget,
+        y: row.tokens_per_second,
+        tip:
+          `B=${row.budget}: ${fixed(row.tokens_per_second, 1)} tokens/s, tau ${fixed(row.tau)}, ` +
+          `verify ${fixed(row.verify_ms, 1)} ms, round ${fixed(row.round_ms, 1)} ms`,
+      })),
+    },
+  ];
+  const draw = (width) =>
+    lines(Math.min(width, 640), series, {
+      title: "Budget",
+      xLabel: "budget B",
+      yLabel: "expected tokens/s",
+      ordinal: true,
+    });
+  return figure(
+    "Choice of the budget",
+    responsive(draw),
+    `B=${chosen.budget}, from acceptance and measured cost on training prompts; no evaluated prompt took part`,
+  );
+}
