@@ -20,12 +20,15 @@ from .tree import Tree, select
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """Knobs of the trees: budget B (root not counted), width W, candidates K, beta of the final pruning."""
+    """Knobs of the trees: budget B (root not counted), width W, candidates K, beta of the final pruning; and those of
+    a head's chain: the confidence under which it ends (0: never), and the temperature of the confidence."""
 
     budget: int = 64
     width: int = 12
     candidates: int = 64
     beta: float = -0.2
+    confidence_threshold: float = 0.0
+    confidence_temperature: float = 1.0
 
 
 class BudgetPolicy:

@@ -15,17 +15,19 @@ from models.checkpoint import Drafter
 from models.target import Target
 
 from .cache import TreeCache, column_bytes
+from .confidence import check_confidence, cut_chain
 from .policy import BudgetPolicy, TreeOptions
 from .rejection import sampled_chain
 from .tree import Draft, Tree, batched_tree, chain, ddtree, empty_tree, fixed_widths, per_node_serial, prune
 
 
 def _dflash_chain(draft, drafter, embed, options):
-    return chain(draft, drafter, embed, use_head=False)
+    tree = chain(draft, drafter, embed, use_head=False)
+    return cut_chain(tree, draft, drafter, options) if drafter.model.head is None else tree
 
 
 def _head_chain(draft, drafter, embed, options):
-    return chain(draft, drafter, embed, use_head=True)
+    return cut_chain(chain(draft, drafter, embed, use_head=True), draft, drafter, options)
 
 
 def _ddtree(draft, drafter, embed, options):
@@ -57,6 +59,7 @@ BUILDERS: dict[str, Callable[..., Tree]] = {
     "dartree_pruned": _dartree_pruned,
 }
 ACCEPTANCES = ("sample-match", "rejection")
+HEAD_CHAINS = ("domino_chain", "markov_chain")
 TREES = ("ddtree", "per_node_serial", "dartree_fixed", "dartree_pruned")
 
 
@@ -117,7 +120,7 @@ class DraftProposer:
     ):
         if method not in BUILDERS:
             raise ValueError(f"unknown method {method!r}: choose from ar, {', '.join(BUILDERS)}")
-        needs_head = method in ("domino_chain", "markov_chain", "per_node_serial")
+        needs_head = method in (*HEAD_CHAINS, "per_node_serial")
         if method not in available_methods(drafter.spec.head_type) and needs_head:
             raise ValueError(f"method {method!r} does not fit the drafter's head {drafter.spec.head_type!r}")
         if acceptance not in ACCEPTANCES or (acceptance == "rejection" and method in TREES):
@@ -125,10 +128,12 @@ class DraftProposer:
                 f"acceptance must be sample-match, or rejection for chains; got {acceptance!r} for {method}"
             )
         self.target, self.drafter, self.build_tree, self.options = target, drafter, BUILDERS[method], options
+        if method in HEAD_CHAINS or (method == "dflash_chain" and drafter.model.head is None):
+            check_confidence(drafter, options)
         self.tables = drafter.tables(target)
         self.samples = acceptance == "rejection"
         if self.samples:
-            self.build_tree = partial(sampled_chain, chain=self.build_tree, use_head=method != "dflash_chain")
+            self.build_tree = partial(sampled_chain, chain=self.build_tree, use_head=method in HEAD_CHAINS)
         self.policy = (policy or BudgetPolicy(options)) if method in TREES else BudgetPolicy(options)
         self.tap_ids, self.depth = drafter.spec.target_layer_ids, drafter.spec.num_proposals
         self.size = max(self.policy.largest, self.depth) if method in TREES else self.depth

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from models.checkpoint import Drafter
 
+from .confidence import cut_chain
 from .tree import Distributions, Draft, Tree, check_logits
 from .verification import Verification, choose_tokens, invert
 
@@ -56,7 +57,7 @@ def sampled_chain(draft: Draft, drafter: Drafter, embed, options, chain: Callabl
         if head is not None and t + 1 < depths:
             state = head.advance(state, tokens[-1], embed, slots[:, t])
     order = torch.arange(depths, device=score.device).expand(requests, -1)
-    return Tree(
+    tree = Tree(
         torch.stack(tokens, 1),
         order,
         order + 1,
@@ -65,6 +66,8 @@ def sampled_chain(draft: Draft, drafter: Drafter, embed, options, chain: Callabl
         [depths] * requests,
         Distributions(torch.stack(probs, 1), drafter.draft_ids),
     )
+    # The confidence head judges the drafter's final logits, which are the base logits where there is no head.
+    return cut_chain(tree, draft, drafter, options) if head is drafter.model.head else tree
 
 
 def verify_rejection(
@@ -82,12 +85,16 @@ def verify_rejection(
     rows = torch.arange(requests, device=logits_RMV.device)
     alive_R = torch.ones_like(rows, dtype=torch.bool)
     accepted_R, last_R = torch.zeros_like(rows), torch.zeros_like(rows)
+    sizes_R = torch.tensor(tree.sizes, device=rows.device)
     for t in range(depth + 1):
         if not bool(alive_R.any()):
             break
         logits_RV = logits_RMV[:, t].float()
+        whole_R = alive_R & (sizes_R == t)
+        if bool(whole_R.any()):
+            last_R = torch.where(whole_R, choose_tokens(logits_RV, temperature, draw_RS[:, t]), last_R)
+            alive_R = alive_R & ~whole_R
         if t == depth:
-            last_R = torch.where(alive_R, choose_tokens(logits_RV, temperature, draw_RS[:, t]), last_R)
             break
         if torch.isnan(logits_RV).any():
             raise ValueError("the target's logits hold NaN: its weights or dtype are broken")
