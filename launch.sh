@@ -13,6 +13,7 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   features    the target reads its answers once      -> RUN/cache, what train --features offline reads
   train       trains the drafter through DeepSpeed   -> RUN/drafter
   eval        decodes and measures                   -> RUN/results.json, RUN/report.md
+  calibrate   compares confidence with acceptance    -> RUN/calibration.json, used by eval --confidence_threshold
   export      writes a folder for other programs     -> RUN/export
   verify      proves equality with the target's own text
   test        the test suite; words go to pytest
@@ -77,7 +78,7 @@ stage=${1:-}
 case $stage in
   "") usage >&2 && exit 2 ;;
   -h | --help | help) usage && exit 0 ;;
-  setup | target | regenerate | features | train | eval | export | verify | demo | test) shift ;;
+  setup | target | regenerate | features | train | eval | calibrate | export | verify | demo | test) shift ;;
   *) echo "launch.sh: unknown stage '$stage'; bash launch.sh --help lists them" >&2 && exit 2 ;;
 esac
 
@@ -104,6 +105,7 @@ case $stage in
   setup) exec "$py" -m data.environment report "$@" ;;
   target) exec "$py" -m data.fetch_target "$@" ;;
   regenerate) exec "$py" -m data.regenerate "$@" ;;
+  calibrate) exec "$py" -m eval.calibrate "$@" ;;
   features) exec "$py" -m data.make_features "$@" ;;
   export) exec "$py" -m eval.export "$@" ;;
   verify) exec "$py" -m eval.verify "$@" ;;
