@@ -190,6 +190,23 @@ class RunConfig:
         "how chains accept at T > 0: sample-match, rejection, or both, a row each",
         "eval",
     )
+    budget_policy: list[Literal["fixed", "adaptive", "cost-aware"]] = option(
+        ["fixed"],
+        "how dartree_pruned sets B, a row each: fixed, adaptive (by requests decoded at once), cost-aware (in each round "
+        "by measured cost and the drafter's probabilities)",
+        "eval",
+    )
+    adaptive_budget: list[str] = option(
+        ["1:64:12", "4:32:3"],
+        "adaptive: REQUESTS:BUDGET:WIDTH from so many requests at once on; budget 0 drafts nothing",
+        "eval",
+    )
+    concurrency: list[int] = option(
+        [], "numbers of requests decoded at once whose throughput is measured, such as 1 2 4 8 16", "eval"
+    )
+    concurrency_prompts: int = option(32, "prompts of the first benchmark decoded at every concurrency", "eval")
+    concurrency_runs: int = option(1, "times that each of these measurements is repeated", "eval")
+    max_cache_gb: float = option(16.0, "memory that keys and values of all requests at once may take", "eval")
     sweep_budget: list[int] = option([], "values of B to compare for ddtree and dartree_pruned", "eval")
     sweep_width: list[int] = option([], "values of W to compare for dartree_pruned", "eval")
     sweep_candidates: list[int] = option([], "values of K to compare for dartree_pruned", "eval")
@@ -210,6 +227,12 @@ class RunConfig:
         False, "go on when a drafter holds keys or tensors that are not known here", "eval export verify inspect"
     )
 
+    parts: list[str] = option(
+        [], "what bench measures: tree share batch, or with --training loss step (default: all)", "bench"
+    )
+    bench_repeats: int = option(9, "turns of each measurement after the warm-up", "bench")
+    bench_concurrency: int = option(8, "requests decoded at once, against one at a time", "bench")
+
     training: dict = option({}, "keys of transformers.TrainingArguments", "train")
 
     def __post_init__(self):
@@ -219,6 +242,8 @@ class RunConfig:
             "candidates",
             "max_new_tokens",
             "sweep_prompts",
+            "concurrency_prompts",
+            "concurrency_runs",
             "num_prompts",
             "answer_batch_size",
             "train_eval_prompts",
@@ -237,6 +262,10 @@ class RunConfig:
         for name in ("sweep_budget", "sweep_width", "sweep_candidates"):
             if any(value < 1 for value in getattr(self, name)):
                 raise ValueError(f"{name}: every value must be at least 1, got {min(getattr(self, name))}")
+        if any(level < 1 for level in self.concurrency):
+            raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
+        if self.max_cache_gb <= 0:
+            raise ValueError(f"max_cache_gb must be above 0, got {self.max_cache_gb}")
         if any(t < 0 for t in self.temperatures):
             raise ValueError(f"temperatures must be >= 0, got {self.temperatures}")
         if self.pure_draft_prefix_len is None:

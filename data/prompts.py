@@ -41,8 +41,8 @@ class Prompt:
     domain: str
 
 
-def load_prompts(source: str, count: int, seed: int = 0, split: str = "train") -> list[Prompt]:
-    """At most `count` prompts of a source.
+def load_prompts(source: str, count: int | None, seed: int = 0, split: str = "train") -> list[Prompt]:
+    """At most `count` prompts of a source; None takes all of a file or data set.
 
     Args:
         source: "builtin", the path of a JSONL file whose rows hold "turns" (a list of strings; optional "id" and
@@ -59,10 +59,10 @@ def load_prompts(source: str, count: int, seed: int = 0, split: str = "train") -
         return generate_prompts(count, seed, split)
     if os.path.isfile(source):
         name = os.path.splitext(os.path.basename(source))[0]
-        return _usable(source, name, _read_jsonl(source), count)
+        return usable_prompts(source, name, _read_jsonl(source), count)
     if source.endswith((".jsonl", ".json")) or source.startswith((".", "/", "~")):
         raise ValueError(f"prompts: no such file: {source}")
-    return _usable(source, source.rsplit("/", 1)[-1], _read_dataset(source, split), count)
+    return usable_prompts(source, source.rsplit("/", 1)[-1], _read_dataset(source, split), count)
 
 
 def load_mixture(sources: Sequence[str], count: int, seed: int = 0, split: str = "train") -> list[Prompt]:
@@ -170,7 +170,10 @@ def _read_dataset(name: str, split: str) -> Iterator[tuple[str, object]]:
         yield f"row {number}", row
 
 
-def _usable(source: str, default_domain: str, rows: Iterable[tuple[str, object]], count: int) -> list[Prompt]:
+def usable_prompts(
+    source: str, default_domain: str, rows: Iterable[tuple[str, object]], count: int | None = None
+) -> list[Prompt]:
+    """The first `count` usable prompts of (where, row) pairs; see `load_prompts` for what happens to the others."""
     prompts: dict[str, Prompt] = {}
     skipped: list[str] = []
     for where, row in rows:

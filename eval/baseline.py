@@ -23,17 +23,24 @@ class _Stamps:
 
 
 @torch.inference_mode()
-def time_generate(target: Target, prompt_ids: list[int], max_new_tokens: int) -> tuple[int, float]:
-    """(tokens after the first, seconds from the first token to the last) of `target.generate`, greedy."""
+def greedy(target: Target, prompt_ids: list[int], max_new_tokens: int, streamer=None) -> list[int]:
+    """Greedy text of `target.generate`, without the repetition penalties that a generation_config may set."""
     ids = torch.tensor([prompt_ids], device=target.device)
-    stamps = _Stamps(Clock(target.device))
-    target.model.generate(
+    output = target.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        repetition_penalty=1.0,
         pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
-        streamer=stamps,
+        streamer=streamer,
     )
+    return output[0, len(prompt_ids) :].tolist()
+
+
+def time_generate(target: Target, prompt_ids: list[int], max_new_tokens: int) -> tuple[int, float]:
+    """(tokens after the first, seconds from the first token to the last) of `greedy`."""
+    stamps = _Stamps(Clock(target.device))
+    greedy(target, prompt_ids, max_new_tokens, stamps)
     arrivals = stamps.times[1:]
     return len(arrivals) - 1, arrivals[-1] - arrivals[0]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from models.target import Target
 
-from .records import Divergence
+from .records import AR, Divergence, Generation
+from .store import Asking, asking
 
 # In bf16 two tokens whose logits are this many units in the last place apart can swap with the shape of a kernel.
 BF16_ULPS = 2.0
@@ -24,25 +28,47 @@ def first_difference(ar_tokens: list[int], tokens: list[int]) -> int | None:
 def divergence(
     target: Target, prompt_ids: list[int], ar_tokens: list[int], tokens: list[int], threshold: float, **names
 ) -> Divergence | None:
-    """The first difference from AR with the gap between the two tokens' logits there; None when the texts are equal.
+    """The first difference from AR with the gap to the target's highest logit there; None when the texts are equal.
 
     Args:
-        threshold: gap in logits under which the difference counts as a near tie in fp32. In bf16 the threshold is
-            `BF16_ULPS` units in the last place of the larger logit.
-        names: prompt_id and method of the record.
+        threshold: gap in logits up to which the difference counts as a near tie in fp32. In bf16 the threshold is
+            `BF16_ULPS` units in the last place of the highest logit.
+        names: the record's fields that name the answer.
     """
     position = first_difference(ar_tokens, tokens)
     if position is None:
         return None
     if position >= min(len(ar_tokens), len(tokens)):
         # One text is a prefix of the other: lengths differ although the tokens agree, which no rounding explains.
-        return Divergence(position=position, ar_token=-1, token=-1, gap=None, near_tie=False, **names)
+        return Divergence(position=position, ar_token=-1, token=-1, gap=None, threshold=None, near_tie=False, **names)
     ids = torch.tensor([prompt_ids + ar_tokens[:position]], device=target.device)
     logits_V = target.forward(ids, (), keep=1).logits[0, -1].float()
     a, b = ar_tokens[position], tokens[position]
-    gap = abs(float(logits_V[a] - logits_V[b]))
+    top = float(logits_V.max())
+    # Two tokens that are equally far below the highest are no tie of greedy decoding.
+    gap = top - float(logits_V[[a, b]].min())
     if target.dtype == torch.bfloat16:
-        top = logits_V[[a, b]].abs().max()
         # The spacing of bf16 numbers (8 significant bits) at this magnitude.
-        threshold = BF16_ULPS * float(2 ** (torch.floor(torch.log2(top)) - 7))
-    return Divergence(position=position, ar_token=a, token=b, gap=gap, near_tie=gap <= threshold, **names)
+        threshold = BF16_ULPS * 2.0 ** (math.floor(math.log2(abs(top))) - 7) if top else 0.0
+    return Divergence(
+        position=position, ar_token=a, token=b, gap=gap, threshold=threshold, near_tie=gap <= threshold, **names
+    )
+
+
+def find_divergences(
+    target: Target,
+    generations: Sequence[Generation],
+    prompt_ids: Mapping[tuple[Asking, str], list[int]],
+    threshold: float,
+) -> list[Divergence]:
+    """A record for each greedy answer that differs from AR's to the same question."""
+    reference = {asking(g): g.tokens for g in generations if g.method == AR}
+    found = []
+    for g in generations:
+        where = asking(g)
+        if g.temperature != 0 or g.method == AR or reference.get(where, g.tokens) == g.tokens:
+            continue
+        names = {name: getattr(g, name) for name in ("benchmark", "prompt_id", "turn", "method", "phase")}
+        ids = prompt_ids[where, g.plan.id]
+        found.append(divergence(target, ids, reference[where], g.tokens, threshold, plan=g.plan.id, **names))
+    return found

@@ -9,23 +9,17 @@ Definitions (METHODS section 4):
   per-response ratios (the others).
 
 Responses without a round (eos as the first token, or a limit of one token) have no tau and no speed: they are left out
-of those figures and counted. A figure that nothing supports is None, never NaN.
-
-Shape suffixes: P prompts, S bootstrap resamples.
+of those figures and counted. A figure that nothing supports is None, never NaN. Intervals are in eval/bootstrap.py.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from .records import Generation
-
-RESAMPLES = 10_000
-PARTS = ("draft", "tree", "verify", "commit")
+from .records import PARTS, Generation
 
 
 def with_rounds(generations: Iterable[Generation]) -> list[Generation]:
@@ -75,6 +69,32 @@ def ms_per_round(generations: Sequence[Generation]) -> dict[str, float] | None:
     return {part: 1000 * sum(getattr(r, part) for r in rounds) / len(rounds) for part in PARTS}
 
 
+def busy_ms_per_round(generations: Sequence[Generation]) -> dict[str, float] | None:
+    """Mean milliseconds of processor time of each part; None unless every round tells."""
+    rounds = [r for g in generations for r in g.rounds]
+    if not rounds or any(r.busy is None for r in rounds):
+        return None
+    return {part: 1000 * sum(r.busy[i] for r in rounds) / len(rounds) for i, part in enumerate(PARTS)}
+
+
+def tree_share(generations: Sequence[Generation]) -> float | None:
+    """Share of the decoding time spent building trees."""
+    seconds = sum(g.seconds for g in with_rounds(generations))
+    return sum(r.tree for g in generations for r in g.rounds) / seconds if seconds > 0 else None
+
+
+def nodes_per_round(generations: Sequence[Generation]) -> float | None:
+    """Draft tokens that the target verified in a mean round."""
+    nodes = [r.proposed for g in generations for r in g.rounds]
+    return sum(nodes) / len(nodes) if nodes else None
+
+
+def peak_memory(generations: Sequence[Generation]) -> float | None:
+    """Largest memory of a process while it decoded these, GB."""
+    peaks = [g.peak_memory_gb for g in generations if g.peak_memory_gb is not None]
+    return max(peaks) if peaks else None
+
+
 def ms_per_round_total(generations: Sequence[Generation]) -> float | None:
     """All decoding time over the number of rounds; above the sum of the parts by the drafter's prefill and the loop."""
     decoded = with_rounds(generations)
@@ -112,6 +132,12 @@ def accepted_histogram(generations: Sequence[Generation]) -> list[int]:
     return np.bincount(lengths).tolist() if lengths else []
 
 
+def whole_block_share(generations: Sequence[Generation], depth: int) -> float | None:
+    """Share of rounds that accepted as many draft tokens as the block proposes, `depth`. None for AR's depth 0."""
+    lengths = [r.accepted for g in generations for r in g.rounds]
+    return sum(length >= depth for length in lengths) / len(lengths) if lengths and depth else None
+
+
 def eos_share(generations: Sequence[Generation]) -> float | None:
     """Share of answers that end in an eos token rather than at the length limit."""
     return sum(g.stop == "eos" for g in generations) / len(generations) if generations else None
@@ -126,116 +152,34 @@ def distinct_ngram_ratio(answers: Iterable[Sequence[int]], n: int = 4) -> float 
     return distinct / total if total else None
 
 
-@dataclass
-class PromptSums:
-    """Sums over the responses of each prompt, the unit of resampling. All arrays are float64 [P].
-
-    Attributes:
-        tau: sum of the responses' taus.
-        responses: number of responses.
-        tokens, seconds: tokens after the prefill's, and their time.
-    """
-
-    tau: np.ndarray
-    responses: np.ndarray
-    tokens: np.ndarray
-    seconds: np.ndarray
-
-    def tau_mean(self, weights: np.ndarray) -> np.ndarray:
-        """[S] for weights [S, P] (how often each prompt was drawn)."""
-        return (weights @ self.tau) / (weights @ self.responses)
-
-    def seconds_per_token(self, weights: np.ndarray) -> np.ndarray:
-        return (weights @ self.seconds) / (weights @ self.tokens)
-
-
-def prompt_sums(generations: Sequence[Generation], prompts: Sequence[str]) -> PromptSums:
-    """Sums by prompt, in the order of `prompts`; every prompt must have a response with a round."""
-    responses = defaultdict(list)
-    for g in with_rounds(generations):
-        responses[g.prompt_id].append(g)
-    columns = [
-        (sum(map(tau, gs)), len(gs), sum(len(g.tokens) - 1 for g in gs), sum(g.seconds for g in gs))
-        for gs in (responses[p] for p in prompts)
-    ]
-    return PromptSums(*np.array(columns, dtype=np.float64).reshape(-1, 4).T)
-
-
-def common_prompts(*groups: Sequence[Generation]) -> list[str]:
-    """Prompts that have a response with a round in every group, sorted: the pairs of a paired comparison."""
-    return sorted(set.intersection(*({g.prompt_id for g in with_rounds(group)} for group in groups)))
-
-
 def speedup(generations: Sequence[Generation], ar: Sequence[Generation]) -> float | None:
-    """Ratio of sums on the prompts that both decoded; None without a common prompt."""
-    prompts = common_prompts(generations, ar)
-    if not prompts:
+    """Ratio of sums on the answers that both decoded; None without a common one."""
+    own, base = _common(generations, ar)
+    if not own:
         return None
-    every = np.ones((1, len(prompts)))
-    base, own = prompt_sums(ar, prompts), prompt_sums(generations, prompts)
-    ratio = base.seconds_per_token(every) / own.seconds_per_token(every)
-    return float(ratio[0])
+    return sum(g.seconds for g in base) / _decoded(base) / (sum(g.seconds for g in own) / _decoded(own))
 
 
 def speedup_mean_of_ratios(generations: Sequence[Generation], ar: Sequence[Generation]) -> float | None:
-    """Mean over prompts of (AR time per token / the method's time per token)."""
-    prompts = common_prompts(generations, ar)
-    if not prompts:
-        return None
-    own, base = prompt_sums(generations, prompts), prompt_sums(ar, prompts)
-    return float(np.mean((base.seconds / base.tokens) / (own.seconds / own.tokens)))
+    """Mean over answers of (AR time per token / the method's time per token)."""
+    own, base = _common(generations, ar)
+    ratios = [
+        (b.seconds / (len(b.tokens) - 1)) / (g.seconds / (len(g.tokens) - 1)) for g, b in zip(own, base, strict=True)
+    ]
+    return sum(ratios) / len(ratios) if ratios else None
+
+
+def _common(generations: Sequence[Generation], ar: Sequence[Generation]) -> tuple[list[Generation], list[Generation]]:
+    """The answers with rounds in both, paired."""
+    base = {g.answer: g for g in with_rounds(ar)}
+    own = [g for g in with_rounds(generations) if g.answer in base]
+    return own, [base[g.answer] for g in own]
+
+
+def _decoded(generations: Sequence[Generation]) -> int:
+    return sum(len(g.tokens) - 1 for g in generations)
 
 
 def after_first_draft(generations: Iterable[Generation]) -> list[Generation]:
     """The same answers with the clock that published tables use: started after the first draft."""
     return [replace(g, seconds=g.seconds - g.rounds[0].draft) for g in with_rounds(generations)]
-
-
-def bootstrap_weights(prompts: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """How often each prompt is drawn in each resample, [S, P]. The same for all methods: that pairs them."""
-    return np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples).astype(float)
-
-
-def interval(values_S: np.ndarray) -> list[float]:
-    """The 95 % percentile interval [low, high]."""
-    low, high = np.percentile(values_S, [2.5, 97.5])
-    return [float(low), float(high)]
-
-
-def tau_interval(generations: Sequence[Generation], seed: int) -> list[float] | None:
-    prompts = common_prompts(generations)
-    if not prompts:
-        return None
-    return interval(prompt_sums(generations, prompts).tau_mean(bootstrap_weights(len(prompts), seed)))
-
-
-def speedup_interval(generations: Sequence[Generation], ar: Sequence[Generation], seed: int) -> list[float] | None:
-    prompts = common_prompts(generations, ar)
-    if not prompts:
-        return None
-    weights = bootstrap_weights(len(prompts), seed)
-    base, own = prompt_sums(ar, prompts), prompt_sums(generations, prompts)
-    return interval(base.seconds_per_token(weights) / own.seconds_per_token(weights))
-
-
-def paired_difference(
-    a: Sequence[Generation], b: Sequence[Generation], ar: Sequence[Generation], seed: int
-) -> dict | None:
-    """Differences a - b of tau_mean and of the speed-up, with intervals from resampling the same prompts for all three.
-
-    Returns {prompts, tau_difference, tau_interval, speedup_difference, speedup_interval}, the speed-up fields None
-    without AR; None when no prompt is common.
-    """
-    prompts = common_prompts(a, b, *([ar] if ar else []))
-    if not prompts:
-        return None
-    # The first row draws every prompt once: the point estimate.
-    weights = np.vstack([np.ones((1, len(prompts))), bootstrap_weights(len(prompts), seed)])
-    left, right = prompt_sums(a, prompts), prompt_sums(b, prompts)
-    taus = left.tau_mean(weights) - right.tau_mean(weights)
-    row = {"prompts": len(prompts), "tau_difference": float(taus[0]), "tau_interval": interval(taus[1:])}
-    if not ar:
-        return row | {"speedup_difference": None, "speedup_interval": None}
-    base = prompt_sums(ar, prompts).seconds_per_token(weights)
-    speedups = base / left.seconds_per_token(weights) - base / right.seconds_per_token(weights)
-    return row | {"speedup_difference": float(speedups[0]), "speedup_interval": interval(speedups[1:])}

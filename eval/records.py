@@ -8,6 +8,47 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+AR = "ar"
+SAMPLE_MATCH, REJECTION = "sample-match", "rejection"
+FIXED = "fixed"  # the policy of a budget that decoding does not change
+PARTS = ("draft", "tree", "verify", "commit")  # of a round
+MAIN, SWEEP = "main", "sweep"  # phases of an evaluation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A method with the knobs that decide what it proposes and how that is accepted.
+
+    Attributes:
+        budget: tree nodes B allowed in a round, the root not counted (0 for AR, the chain's length for chains).
+        width, candidates, beta: W, K and beta of the methods that have them, else None.
+        acceptance: "sample-match" (the target's own tokens), or "rejection" (chains sampled from the drafter, T > 0).
+        policy: "fixed", or the rule that lowers B while decoding.
+        note: why the plan is evaluated when it is not the configured one; no part of its identity.
+    """
+
+    method: str
+    budget: int = 0
+    width: int | None = None
+    candidates: int | None = None
+    beta: float | None = None
+    acceptance: str = SAMPLE_MATCH
+    policy: str = FIXED
+    note: str = ""
+
+    @property
+    def id(self) -> str:
+        """Unique among plans: `dartree_pruned-b64-w12-k64-beta-0.2`."""
+        if self.method == AR:
+            return AR
+        knobs = [("w", self.width), ("k", self.candidates), ("beta", self.beta)]
+        words = [self.method, f"b{self.budget}", *(f"{name}{value:g}" for name, value in knobs if value is not None)]
+        words += [word for word in (self.acceptance, self.policy) if word not in (SAMPLE_MATCH, FIXED)]
+        return "-".join(words)
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
 
 @dataclass
 class RoundRecord:
@@ -18,7 +59,8 @@ class RoundRecord:
         max_depth: depth of the deepest proposal (0 for AR).
         accepted: draft tokens that the target accepted; the round emits accepted + 1, untrimmed.
         emitted: tokens really emitted, after trimming at eos or at max_new_tokens.
-        draft, tree, verify, commit: seconds of the four parts of the round.
+        draft, tree, verify, commit: wall seconds of the four parts of the round.
+        busy: processor seconds of the same parts: of all CPU threads, or between device events on CUDA.
     """
 
     proposed: int
@@ -29,46 +71,78 @@ class RoundRecord:
     tree: float
     verify: float
     commit: float
+    busy: tuple[float, float, float, float] | None = None
 
     def to_dict(self) -> dict:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict) -> RoundRecord:
-        return cls(**data)
+        return cls(**{**data, "busy": tuple(data["busy"]) if data.get("busy") else None})
 
 
 @dataclass
 class Generation:
-    """One request decoded by one method.
+    """One request decoded by one plan.
 
     Attributes:
-        budget: tree nodes B allowed in a round, the root not counted (0 for AR, the chain's length for chains).
+        turn: 0 for the first turn of a conversation; the turns before it were answered by AR.
         tokens: emitted ids, the prefill's token first, trimmed at eos and at max_new_tokens.
         stop: "eos" or "length".
         seconds: from the end of the target's prefill to the last token, the drafter's prefill and first draft inside.
         target_forwards: forwards of the target, the prefill included; always len(rounds) + 1.
+        phase: "main", or "sweep" for an answer that belongs to a sweep and its own AR baseline.
+        peak_memory_gb: largest memory of the process while it decoded, None where the system does not tell.
     """
 
     benchmark: str
     prompt_id: str
-    method: str
+    plan: Plan
     temperature: float
-    budget: int
     tokens: list[int]
     stop: str
     rounds: list[RoundRecord]
     seconds: float
     prefill_seconds: float
     target_forwards: int
+    turn: int = 0
     domain: str = ""
+    phase: str = MAIN
+    peak_memory_gb: float | None = None
+
+    @classmethod
+    def of(cls, benchmark: str, prompt_id: str, plan: Plan, temperature: float, answer, **more) -> Generation:
+        """The record of an `eval.decoding` Answer."""
+        return cls(
+            benchmark,
+            prompt_id,
+            plan,
+            temperature,
+            answer.tokens,
+            answer.stop,
+            answer.rounds,
+            answer.seconds,
+            answer.prefill_seconds,
+            answer.target_forwards,
+            **more,
+        )
+
+    @property
+    def method(self) -> str:
+        return self.plan.method
+
+    @property
+    def answer(self) -> tuple[str, int]:
+        """What is answered: the same for all plans."""
+        return self.prompt_id, self.turn
 
     def to_dict(self) -> dict:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict) -> Generation:
-        return cls(**{**data, "rounds": [RoundRecord.from_dict(r) for r in data["rounds"]]})
+        rounds = [RoundRecord.from_dict(r) for r in data["rounds"]]
+        return cls(**{**data, "rounds": rounds, "plan": Plan(**data["plan"])})
 
 
 @dataclass
@@ -77,9 +151,10 @@ class Divergence:
 
     Attributes:
         position: index into the emitted tokens.
-        gap: difference between the target's logits of the two tokens there, in fp32 arithmetic on its own forward;
+        gap: the target's highest logit there less that of the lower of the two tokens, in a plain forward of its own;
             None when one text merely ends earlier.
-        near_tie: the gap is below the run's threshold, so that rounding alone explains the difference.
+        threshold: gap up to which rounding alone explains the difference; None like `gap`.
+        near_tie: gap <= threshold.
     """
 
     prompt_id: str
@@ -88,7 +163,12 @@ class Divergence:
     ar_token: int
     token: int
     gap: float | None
+    threshold: float | None
     near_tie: bool
+    benchmark: str = ""
+    turn: int = 0
+    plan: str = ""
+    phase: str = MAIN
 
     def to_dict(self) -> dict:
         # JSON knows no infinity: null stands for it.

@@ -1,10 +1,12 @@
 """Evaluation: every method on the same held-out prompts, interleaved, through the one round loop.
 
-    bash launch.sh eval [CONFIG] [--key value ...]
+    bash launch.sh eval [CONFIG] --benchmarks gsm8k mt-bench --methods all --temperatures 0 1
+    bash launch.sh eval [CONFIG] --sweep_budget 8 16 32 64 128 --sweep_prompts 8
     deepspeed eval/run_eval.py [CONFIG] [--key value ...]   # all GPUs: prompts sharded, one rank writes the report
 
-Resumable: every decoded request is appended to RUN/eval/rank-N.jsonl, and a rerun with the same settings decodes only
-what is missing. Results do not depend on the number of ranks: each request has its own random stream.
+Resumable: every decoded request is appended to RUN/eval/MARK/rank-N.jsonl, and a rerun decodes only what is missing; more
+prompts, benchmarks, temperatures or sweeps continue what is there. Results do not depend on the number of ranks: each
+request has its own random stream.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
+import shlex
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,67 +27,139 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from data.settings import RunConfig, run_stage
-from eval.baseline import time_generate
+from eval.ask import Asker, warm_up
 from eval.budget import SIZES, BudgetChoice, choose_budget, verify_cost
+from eval.budget_policy import BudgetCalibration, calibrate_budget
+from eval.calibration import CALIBRATION
 from eval.decoding.loop import Request, generate
-from eval.decoding.proposals import available_methods
-from eval.exactness import divergence
-from eval.records import Divergence, Generation
-from eval.report import build_results, collect_settings, read_results, write_report
-from eval.session import Question, Session, chosen_methods, load_questions, load_session
-from eval.store import Store
+from eval.document import headline
+from eval.exactness import find_divergences
+from eval.html_report import write_page
+from eval.metrics import peak_memory
+from eval.plans import chosen_methods, configured_plan, labels, main_plans, sweep_points, tree_options, unique
+from eval.records import AR, MAIN, SWEEP, Generation, Plan
+from eval.report import collect_settings, write_report, write_whole
+from eval.results import build_results
+from eval.session import Asked, Session, load_benchmarks, load_session
+from eval.store import Asking, Store
+from eval.throughput import concurrency_prompts, concurrency_rows, measure_concurrency
+from eval.trace import write_traces
 from models.checkpoint import DRAFT_VOCABULARY, finished_drafter
 
-GENERATE = "target.generate"  # transformers' own greedy loop, timed beside AR
+ROOT = Path(__file__).resolve().parents[1]
+# Options that add answers without changing what an answer is, nor which plans its prompt is decoded by in turn: what
+# was decoded under other values of them stays valid and fairly timed.
+_GROWING = (
+    "benchmarks", "benchmark_dir", "eval_prompts", "temperatures", "near_tie", "sweep_budget", "sweep_width",
+    "sweep_candidates", "sweep_beta", "sweep_benchmark", "sweep_prompts", "trace_prompts", "concurrency",
+    "concurrency_prompts", "concurrency_runs", "max_cache_gb",
+)  # fmt: skip
+# Options that decide nothing.
+_PLACES = ("run_dir", "cache_dir", "trust_remote_code", "drafter")
 
 
 def main(argv: list[str]) -> int:
-    return run_stage("eval", argv, evaluate)
+    return run_stage("eval", argv, lambda config: evaluate(config, command_of(argv)))
 
 
-def evaluate(config: RunConfig) -> None:
+def command_of(argv: Sequence[str]) -> str:
+    """What was typed, as a person would repeat it: paths inside the project are relative to it."""
+    words = [word.removeprefix(f"{ROOT}/") for word in argv if not word.startswith("--local_rank")]
+    return shlex.join(["bash", "launch.sh", "eval", *words])
+
+
+@dataclass
+class Work:
+    """What is to be decoded.
+
+    Attributes:
+        plans: by temperature, AR first.
+        swept: the benchmark of the sweeps, cut to their prompts; None without a sweep.
+        points: (knob, value, plan) of the sweeps.
+    """
+
+    asked: list[Asked]
+    plans: dict[float, list[Plan]]
+    swept: Asked | None
+    points: list[tuple[str, float, Plan]]
+
+    @property
+    def sweep_plans(self) -> list[Plan]:
+        return unique([Plan(AR), *(plan for _, _, plan in self.points)])
+
+    @property
+    def sweep_phase(self) -> str:
+        """A sweep over other points is another phase: its plans were not decoded in turn with these."""
+        ids = " ".join(plan.id for plan in self.sweep_plans)
+        return f"{SWEEP}-{hashlib.sha256(ids.encode()).hexdigest()[:8]}"
+
+
+def evaluate(config: RunConfig, command: str) -> None:
     """Runs what is missing, then writes RUN/results.json, report.md and plots. Raises ValueError for user mistakes."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     folder = finished_drafter(config.run_dir, config.drafter)
-    print_0 = print if rank == 0 else lambda *_: None
-    mark = fingerprint(config, folder)
-    if _already_done(config, mark):
-        print_0(f"eval: finished already, see {config.path('report.md')}")
+    mark, whole = fingerprints(config, folder)
+    if _already_done(config, whole):
+        if rank == 0:
+            print(f"eval: finished already, see {config.path('report.md')}")
         return
     session = load_session(config, folder, rank, ranks)
     methods = chosen_methods(config, session.drafter.spec.head_type)
-    questions = load_questions(session)
+    asked = load_benchmarks(session)
+    swept = _swept(config, asked)
+    points = sweep_points(config, session.drafter.spec, methods)
     if ranks > 1:
         # A rank may finish its share long before the others.
         dist.init_process_group("gloo", timeout=timedelta(days=7))
     store = Store(config, mark, rank)
-    choice = (
-        _shared(lambda: choose(session, store), session)
-        if "dartree_pruned" in methods and config.choose_budget
-        else None
-    )
-    plans = [(m, session.budget_of(m)) for m in methods]
-    if choice is not None and choice.budget != config.budget:
-        plans.append(("dartree_pruned", choice.budget))
-    warm_up(session, plans)
-    run_questions(session, store, questions, plans)
+    choice = None
+    if "dartree_pruned" in methods and config.choose_budget:
+        choice = _shared(lambda: choose(session, store, asked), session)
+    spec, budget = session.drafter.spec, choice and choice.budget
+    plans = {t: main_plans(config, spec, methods, budget, t) for t in dict.fromkeys(config.temperatures)}
+    work = Work(asked, plans, swept if points else None, points)
+    if "dartree_pruned" in methods and "cost-aware" in config.budget_policy:
+        session.calibration = _shared(lambda: calibrate(session, store, asked), session)
+    decode(session, store, work)
     if ranks > 1:
         dist.barrier()
     if rank == 0:
-        finish(session, mark, choice, questions)
+        finish(session, Store(config, mark, rank), work, choice, fingerprint=whole, command=command)
     if ranks > 1:
         dist.destroy_process_group()
 
 
-def choose(session: Session, store: Store) -> BudgetChoice:
+def decode(session: Session, store: Store, work: Work) -> None:
+    """Everything that is missing, benchmark by benchmark."""
+    temperatures = list(work.plans)
+    for temperature, plans in work.plans.items():
+        warm_up(session, plans, temperature)
+        for asked in work.asked:
+            Asker(session, store, plans, temperature).ask(asked)
+    if work.swept:
+        warm_up(session, work.sweep_plans, temperatures[0])
+        Asker(session, store, work.sweep_plans, temperatures[0], work.sweep_phase).ask(work.swept)
+
+
+def _swept(config: RunConfig, asked: list[Asked]) -> Asked | None:
+    """The benchmark of the sweeps, with as many prompts as they take. Raises ValueError for one that is not asked."""
+    names = [a.name for a in asked]
+    wanted = config.sweep_benchmark or names[0]
+    if wanted not in names:
+        raise ValueError(f"sweep_benchmark: {wanted!r} is not among the benchmarks {', '.join(names)}")
+    whole = asked[names.index(wanted)]
+    return Asked(whole.name, whole.source, whole.prompts[: config.sweep_prompts], whole.skipped)
+
+
+def choose(session: Session, store: Store, asked: list[Asked]) -> BudgetChoice:
     """The budget for this machine, from training prompts only; kept for a resumed evaluation."""
     if store.choice is not None:
         return store.choice
     config = session.config
     answers = []
-    prompts = session.training_prompts(8, config.seed)
+    prompts = session.training_prompts(8, config.seed, _evaluated(session, asked))
     for ids in tqdm(prompts, desc="budget: acceptance on training prompts"):
-        proposer = session.proposer("dartree_pruned", config.budget)
+        proposer = session.proposer("dartree_pruned")
         answers += generate(session.target, proposer, [Request(ids, min(48, config.max_new_tokens))])
     sizes = [*(s for s in SIZES if s < config.budget), config.budget]
     context = len(ids) + config.max_new_tokens // 2
@@ -96,6 +171,34 @@ def choose(session: Session, store: Store) -> BudgetChoice:
     return choice
 
 
+def calibrate(session: Session, store: Store, asked: list[Asked]) -> BudgetCalibration:
+    """Costs of this machine for the cost-aware budget, from training prompts only; kept for a resumed evaluation."""
+    config = session.config
+    path = store.folder / f"round-cost-{'-'.join(map(str, sorted({1, *config.concurrency})))}.json"
+    if not path.is_file():
+        print("eval: measures what a round costs on this machine")
+        plan = configured_plan(config, session.drafter.spec, "dartree_pruned")
+        measured = calibrate_budget(
+            session.target,
+            session.drafter,
+            tree_options(config, plan),
+            session.training_prompts(8, config.seed, _evaluated(session, asked)),
+            config.concurrency,
+            (64, max(128, config.max_prompt_length + config.max_new_tokens)),
+            config.temperatures[0],
+        )
+        write_whole(path, json.dumps(measured.to_dict()) + "\n")
+    return BudgetCalibration.from_dict(json.loads(path.read_text()))
+
+
+def _evaluated(session: Session, asked: list[Asked]) -> set[str]:
+    """First turns of everything that is evaluated: nothing is chosen or measured on them beforehand."""
+    prompts = [prompt for a in asked for prompt in a.prompts]
+    if session.config.concurrency:
+        prompts += concurrency_prompts(session)[1]
+    return {prompt.turns[0] for prompt in prompts}
+
+
 def _shared(compute, session: Session):
     """Rank 0 measures; everyone uses its answer."""
     box = [compute() if session.rank == 0 else None]
@@ -104,130 +207,106 @@ def _shared(compute, session: Session):
     return box[0]
 
 
-def warm_up(session: Session, plans: list[tuple[str, int]]) -> None:
-    """Every method once on a training prompt, unrecorded: allocators, kernels and caches are then warm for all."""
-    ids = session.training_prompts(1, session.config.seed + 1)[0]
-    for method, budget in plans:
-        generate(session.target, session.proposer(method, budget), [Request(ids, 12)])
-    time_generate(session.target, ids, 12)
-
-
-def run_questions(session: Session, store: Store, questions: list[Question], plans: list[tuple[str, int]]) -> None:
-    """Prompt by prompt, the methods in random order, so that drift of the machine cancels."""
-    mine = questions[session.rank :: session.ranks]
-    for temperature in session.config.temperatures:
-        bar = tqdm(mine, desc=f"eval T={temperature:g}", disable=session.rank > 0)
-        for question in bar:
-            run_question(session, store, question, plans, temperature)
-            bar.set_postfix_str(store.progress(question.benchmark, temperature))
-
-
-def run_question(session: Session, store: Store, question: Question, plans, temperature: float) -> None:
-    """All turns of one prompt; every method answers a turn after the same history, AR's own answers."""
-    history: list[str] = []
-    tokenizer, config = session.target.tokenizer, session.config
-    for turn in range(len(question.prompt.turns)):
-        ids = session.usable_ids(question.prompt.turns[: turn + 1], history)
-        if ids is None:
-            tqdm.write(f"eval: {question.prompt.id} ends before turn {turn + 1}: rejected or too long")
-            return
-        prompt_id = question.prompt.id if len(question.prompt.turns) == 1 else f"{question.prompt.id}/{turn + 1}"
-        seed = f"{config.seed}/{question.benchmark}/{prompt_id}/{temperature:g}"
-        order = [*plans, (GENERATE, 0)] if temperature == 0 else list(plans)
-        random.Random(seed).shuffle(order)
-        for method, budget in order:
-            key = (question.benchmark, prompt_id, temperature, method, budget)
-            if key in store.generations or (method == GENERATE and key in store.generate_times):
-                continue
-            if method == GENERATE:
-                store.add_time(key, time_generate(session.target, ids, config.max_new_tokens))
-                continue
-            answer = generate(
-                session.target,
-                session.proposer(method, budget),
-                [Request(ids, config.max_new_tokens, seed)],
-                temperature,
-            )[0]
-            record = Generation(
-                question.benchmark, prompt_id, method, temperature, budget, answer.tokens, answer.stop, answer.rounds,
-                answer.seconds, answer.prefill_seconds, answer.target_forwards, question.prompt.domain,
-            )  # fmt: skip
-            store.add(key, record, ids)
-        ar = store.generations[(question.benchmark, prompt_id, temperature, "ar", 0)]
-        history.append(tokenizer.decode(ar.tokens, skip_special_tokens=True))
-
-
-def finish(session: Session, mark: str, choice: BudgetChoice | None, questions: list[Question]) -> None:
+def finish(session: Session, store: Store, work: Work, choice: BudgetChoice | None, **marks) -> None:
     """Compares every greedy text with AR's, and writes the report."""
-    store = Store(session.config, mark, session.rank)
-    # Tables list the methods in their own order, not in the random one of decoding.
-    order = available_methods(session.drafter.spec.head_type)
-    generations = sorted(store.generations.values(), key=lambda g: (order.index(g.method), g.budget))
+    generations, askings = collect(store, work)
+    cells = []
+    if session.config.concurrency:
+        temperature, plans = next(iter(work.plans.items()))
+        cells = measure_concurrency(session, store.folder, plans, temperature)
     settings = collect_settings(
         session.config,
         session.target,
+        session.drafter,
         session.drafter_folder,
-        fingerprint=mark,
-        questions=len(questions),
-        layout=session.drafter.spec.layout,
-        block_size=session.drafter.spec.block_size,
-        draft_vocab_size=session.drafter.spec.draft_vocab_size,
         budget_choice=asdict(choice) if choice else None,
-        eval_ranks=session.ranks,
+        budget_calibration=session.calibration.to_dict() if session.calibration else None,
+        ranks=session.ranks,
+        peak_memory_gb=peak_memory(generations),
+        seconds=sum(g.prefill_seconds + g.seconds for g in generations),
+        **marks,
     )
-    speeds = generate_speeds(store)
-    results = build_results(generations, settings, find_divergences(session, store), session.config.seed, speeds)
+    results = build_results(
+        generations,
+        settings,
+        find_divergences(session.target, generations, store.prompt_ids, session.config.near_tie),
+        session.config.seed,
+        generate_speeds(store, askings),
+        [
+            {"benchmark": a.name, "source": a.source, "prompts": len(a.prompts), "skipped": a.skipped}
+            for a in work.asked
+        ],
+        work.points,
+        concurrency_rows(cells, labels(unique([cell.plan for cell in cells]))),
+    )
+    traces = write_traces(session, [question for asked in work.asked for question in asked.questions])
+    write_page(session.config.run_dir, results, traces)
     write_report(session.config.run_dir, results, generations)
-    print(Path(session.config.path("report.md")).read_text())
+    print(headline(results))
+    print(f"eval: the whole report is {session.config.path('report.md')}")
 
 
-def generate_speeds(store: Store) -> dict[str, float]:
+def collect(store: Store, work: Work) -> tuple[list[Generation], list[Asking]]:
+    """This evaluation's answers among all that the store holds, in the order of the tables, and its main questions."""
+    generations: list[Generation] = []
+    askings: list[Asking] = []
+    for temperature, plans in work.plans.items():
+        for asked in work.asked:
+            turns = _askings(MAIN, asked, temperature)
+            askings += turns
+            generations += store.answers(turns, plans)
+    if work.swept:
+        turns = _askings(work.sweep_phase, work.swept, list(work.plans)[0])
+        generations += store.answers(turns, work.sweep_plans)
+    return generations, askings
+
+
+def _askings(phase: str, asked: Asked, temperature: float) -> list[Asking]:
+    return [(phase, asked.name, p.id, turn, temperature) for p in asked.prompts for turn in range(len(p.turns))]
+
+
+def generate_speeds(store: Store, askings: Sequence[Asking]) -> dict[str, float]:
     """Tokens per second of target.generate by benchmark, the prefill outside, as for our own methods."""
     sums: dict[str, list[float]] = {}
-    for (benchmark, *_), (tokens, seconds) in store.generate_times.items():
-        total = sums.setdefault(benchmark, [0.0, 0.0])
-        total[0], total[1] = total[0] + tokens, total[1] + seconds
+    for where in askings:
+        if where in store.generate_times:
+            tokens, seconds = store.generate_times[where]
+            total = sums.setdefault(where[1], [0.0, 0.0])
+            total[0], total[1] = total[0] + tokens, total[1] + seconds
     return {name: tokens / seconds for name, (tokens, seconds) in sums.items() if seconds > 0}
 
 
-def find_divergences(session: Session, store: Store) -> list[Divergence]:
-    """A record for each greedy answer that differs from AR's on the same prompt."""
-    found = []
-    for (benchmark, prompt_id, temperature, method, _), g in store.generations.items():
-        ar = store.generations.get((benchmark, prompt_id, temperature, "ar", 0))
-        if temperature != 0 or method == "ar" or ar is None or ar.tokens == g.tokens:
-            continue
-        ids = store.prompt_ids[(benchmark, prompt_id)]
-        found.append(
-            divergence(
-                session.target, ids, ar.tokens, g.tokens, session.config.near_tie, prompt_id=prompt_id, method=method
-            )
-        )
-    return [d for d in found if d is not None]
+def fingerprints(config: RunConfig, drafter_folder: str) -> tuple[str, str]:
+    """(Hash of what decides a stored answer and its timing, hash of everything that decides the results).
 
-
-def fingerprint(config: RunConfig, drafter_folder: str) -> str:
-    """Hash of everything that decides what is decoded: options, target, and the drafter's weights."""
-    names = (
-        "target", "device", "dtype", "seed", "prompts", "max_prompt_length", "benchmarks", "eval_prompts",
-        "max_new_tokens", "methods", "temperatures", "budget", "width", "candidates", "beta", "choose_budget",
-        "near_tie",
-    )  # fmt: skip
-    digest = hashlib.sha256(json.dumps({n: getattr(config, n) for n in names}, sort_keys=True).encode())
+    Every option of this stage counts unless it is named above, so that a new one is never forgotten.
+    """
+    weights = hashlib.sha256()
     for name in ("config.json", "model.safetensors"):
         if not os.path.isfile(os.path.join(drafter_folder, name)):
             raise ValueError(f"drafter: {drafter_folder} holds no {name}")
         with open(os.path.join(drafter_folder, name), "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    for source in (*config.benchmarks, *config.prompts, os.path.join(drafter_folder, DRAFT_VOCABULARY)):
+            weights.update(hashlib.file_digest(file, "sha256").digest())
+    calibration = [config.path(CALIBRATION)] if config.confidence_threshold else []
+    for source in (*config.prompts, os.path.join(drafter_folder, DRAFT_VOCABULARY), *calibration):
         if os.path.isfile(source):
-            digest.update(Path(source).read_bytes())
-    return digest.hexdigest()
+            weights.update(Path(source).read_bytes())
+    own = {f.name for f in fields(RunConfig) if {"all", "eval"} & set(f.metadata["stages"])} - set(_PLACES)
+    options = {name: getattr(config, name) for name in sorted(own)}
+    decided = {name: value for name, value in options.items() if name not in _GROWING}
+    mark = hashlib.sha256(json.dumps(decided).encode() + weights.digest())
+    whole = hashlib.sha256(json.dumps(options).encode() + weights.digest())
+    for name in config.benchmarks:
+        for path in (name, os.path.join(config.benchmark_dir, f"{name}.jsonl")):
+            if os.path.isfile(path):
+                whole.update(Path(path).read_bytes())
+    return mark.hexdigest(), whole.hexdigest()
 
 
-def _already_done(config: RunConfig, mark: str) -> bool:
+def _already_done(config: RunConfig, fingerprint: str) -> bool:
     path = Path(config.path("results.json"))
-    return path.is_file() and read_results(path)["settings"].get("fingerprint") == mark
+    # Read without a check of its version: results of an older schema are simply written anew.
+    return path.is_file() and json.loads(path.read_text()).get("settings", {}).get("fingerprint") == fingerprint
 
 
 if __name__ == "__main__":

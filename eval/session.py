@@ -1,22 +1,28 @@
-"""What an evaluation loads once: target, drafter, methods, and the prompts that can be answered."""
+"""What an evaluation loads once: target, drafter, plans, and the prompts that can be answered."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 
+from data.benchmarks import LoadedBenchmark, load_benchmark
 from data.chat import TemplateRejected, encode_prompt, messages_of
 from data.environment import choose_device
 from data.fetch_target import resolve_target
-from data.prompts import Prompt, load_mixture, load_prompts
+from data.prompts import Prompt, load_mixture
 from data.settings import RunConfig
-from models.checkpoint import Drafter, fit_to_target, load_drafter
+from models.checkpoint import Drafter, load_drafter
+from models.fitting import fit_to_target
 from models.target import Target, choose_dtype, load_target
 
-from .decoding.proposals import TREES, TreeOptions, available_methods, make_proposer
+from .budget_policy import BudgetCalibration, make_policy
+from .calibration import read_temperature
+from .decoding.proposals import make_proposer
+from .plans import configured_plan, tree_options
+from .records import Plan
 
 
 @dataclass
@@ -28,8 +34,24 @@ class Question:
 
 
 @dataclass
+class Asked:
+    """A benchmark as this evaluation asks it. Attributes: skipped: prompts that cannot be answered, before the last
+    one that is asked."""
+
+    name: str
+    source: str
+    prompts: list[Prompt]
+    skipped: int
+
+    @property
+    def questions(self) -> list[Question]:
+        return [Question(self.name, prompt) for prompt in self.prompts]
+
+
+@dataclass
 class Session:
-    """Everything that decoding needs, loaded once."""
+    """Everything that decoding needs, loaded once. Attributes: confidence_temperature: of RUN/calibration.json;
+    calibration: what the cost-aware budget was measured from."""
 
     config: RunConfig
     target: Target
@@ -37,17 +59,25 @@ class Session:
     drafter_folder: str
     rank: int = 0
     ranks: int = 1
+    confidence_temperature: float = 1.0
+    calibration: BudgetCalibration | None = None
 
-    def proposer(self, method: str, budget: int):
-        c = self.config
-        options = TreeOptions(budget or c.budget, c.width, c.candidates, c.beta)
-        return make_proposer(self.target, self.drafter, method, options)
+    def proposer(self, method: str, budget: int = 0):
+        """The proposer of a method as configured; `budget` replaces the B of a tree."""
+        return self.proposer_of(configured_plan(self.config, self.drafter.spec, method, budget))
+
+    def proposer_of(self, plan: Plan):
+        options = replace(
+            tree_options(self.config, plan),
+            confidence_threshold=self.config.confidence_threshold,
+            confidence_temperature=self.confidence_temperature,
+        )
+        policy = make_policy(plan.policy, options, self.config.adaptive_budget, self.calibration)
+        return make_proposer(self.target, self.drafter, plan.method, options, policy, plan.acceptance)
 
     def budget_of(self, method: str) -> int:
         """The budget under which a method is reported: none for AR, a chain's length, the configured B for trees."""
-        if method == "ar":
-            return 0
-        return self.config.budget if method in TREES else self.drafter.spec.num_proposals
+        return configured_plan(self.config, self.drafter.spec, method).budget
 
     def usable_ids(self, turns: list[str], answers: list[str]) -> list[int] | None:
         """Token ids of a conversation; None when the template rejects it or it is too long to be answered."""
@@ -59,13 +89,19 @@ class Session:
             return None
         return ids if len(ids) <= limit else None
 
-    def training_prompts(self, count: int, seed: int) -> list[list[int]]:
-        """Ids of up to `count` usable training prompts. Raises ValueError when there is none."""
-        prompts = load_mixture(self.config.prompts, 2 * count, seed, "train")
-        usable = [ids for p in prompts if (ids := self.usable_ids(p.turns[:1], [])) is not None][:count]
+    def training_prompts(self, count: int, seed: int, evaluated: Collection[str] = ()) -> list[list[int]]:
+        """Ids of up to `count` usable training prompts, none of which is one of the `evaluated` first turns.
+
+        Raises ValueError when there is none.
+        """
+        prompts = load_mixture(self.config.prompts, 2 * count + len(evaluated), seed, "train")
+        fresh = [p for p in prompts if p.turns[0] not in evaluated]
+        usable = [ids for p in fresh if (ids := self.usable_ids(p.turns[:1], [])) is not None][:count]
         if not usable:
             sources = " ".join(self.config.prompts)
-            raise ValueError(f"prompts {sources}: no training prompt is short enough to be answered")
+            raise ValueError(
+                f"prompts {sources}: no training prompt is short enough to be answered and not evaluated itself"
+            )
         return usable
 
 
@@ -78,44 +114,46 @@ def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: i
     elif ranks > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     dtype = choose_dtype(config.dtype, device)
-    target = load_target(resolve_target(config), dtype, device, config.trust_remote_code)
-    drafter = fit_to_target(load_drafter(drafter_folder, dtype, device), target)
-    return Session(config, target, drafter, drafter_folder, rank, ranks)
+    path = resolve_target(config)
+    target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
+    drafter = fit_to_target(load_drafter(drafter_folder, dtype, device, config.allow_extra), target)
+    if rank == 0:
+        print(f"drafter: {drafter.describe()}")
+    temperature = read_temperature(config.run_dir, drafter_folder) if config.confidence_threshold else 1.0
+    return Session(config, target, drafter, drafter_folder, rank, ranks, temperature)
 
 
-def chosen_methods(config: RunConfig, head_type: str) -> list[str]:
-    """`all`, or the named methods with `ar` always among them (everything is compared with it)."""
-    possible = available_methods(head_type)
-    if config.methods == ["all"]:
-        return possible
-    for method in config.methods:
-        if method not in possible:
-            raise ValueError(
-                f"methods: {method!r} is not among {', '.join(possible)} for a drafter with head {head_type!r}"
-            )
-    return [m for m in possible if m == "ar" or m in config.methods]
-
-
-def load_questions(session: Session) -> list[Question]:
-    """The held-out prompts of every benchmark; those that cannot be answered are counted and left out."""
+def load_benchmarks(session: Session) -> list[Asked]:
+    """The held-out prompts of every benchmark, those left out that cannot be answered. Raises ValueError when nothing
+    is left to ask, or two benchmarks have one name."""
     config = session.config
-    names = [Path(source).stem if source.endswith(".jsonl") else source for source in config.benchmarks]
-    if len(set(names)) < len(names):
+    loaded = [load_benchmark(s, config.eval_prompts, config.seed, config.benchmark_dir) for s in config.benchmarks]
+    if len({b.name for b in loaded}) < len(loaded):
         raise ValueError(f"benchmarks: two of {' '.join(config.benchmarks)} have the same name; rename a file")
-    questions, skipped = [], 0
-    for name, source in zip(names, config.benchmarks, strict=True):
-        for prompt in load_prompts(source, config.eval_prompts, config.seed, "eval"):
-            if session.usable_ids(prompt.turns[:1], []) is None:
-                skipped += 1
-            else:
-                questions.append(Question(name, prompt))
+    asked = [_ask(session, benchmark) for benchmark in loaded]
+    skipped = {a.name: a.skipped for a in asked if a.skipped}
     if skipped and session.rank == 0:
         print(
-            f"eval: skipped {skipped} prompts that the template rejects, that exceed max_prompt_length "
-            f"{config.max_prompt_length}, or that leave no room for max_new_tokens {config.max_new_tokens}"
+            f"eval: skipped {', '.join(f'{count} prompts of {name}' for name, count in skipped.items())}: the template "
+            f"rejects them, they exceed max_prompt_length {config.max_prompt_length}, or they leave no room for "
+            f"max_new_tokens {config.max_new_tokens}"
         )
-    if not questions:
-        raise ValueError(f"benchmarks {' '.join(config.benchmarks)}: no prompt is left to evaluate")
-    if set(config.prompts) & set(config.benchmarks) - {"builtin"} and session.rank == 0:
-        print("eval: prompts and benchmarks name the same file: the budget is then chosen on evaluated prompts")
-    return questions
+    for benchmark in asked:
+        if not benchmark.prompts:
+            raise ValueError(f"benchmarks {benchmark.source}: no prompt is left to evaluate")
+    return asked
+
+
+def _ask(session: Session, benchmark: LoadedBenchmark) -> Asked:
+    """The first prompts in the seed's order that can be answered, as many as configured or as the published tables
+    use. A larger number keeps them all."""
+    wanted = session.config.eval_prompts or benchmark.count
+    prompts, skipped = [], 0
+    for prompt in benchmark.prompts:
+        if session.usable_ids(prompt.turns[:1], []) is None:
+            skipped += 1
+            continue
+        prompts.append(prompt)
+        if len(prompts) == wanted:
+            break
+    return Asked(benchmark.name, benchmark.source, prompts, skipped)

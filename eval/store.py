@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,22 +12,26 @@ from data.settings import RunConfig
 
 from .budget import BudgetChoice
 from .metrics import tau_mean, tokens_per_second
-from .records import Generation
+from .records import AR, Generation, Plan
+
+# phase, benchmark, prompt id, turn, temperature: a question as all plans of a phase answer it
+Asking = tuple[str, str, str, int, float]
 
 
 class Store:
     """What has been decoded, appended to a file of this rank as it comes and read back from all ranks' files.
 
-    Each fingerprint of settings has its own folder, so that no evaluation removes what another one decoded.
+    Each fingerprint of settings has its own folder, so that no evaluation removes what another one decoded. An answer
+    counts only for the very prompt tokens that it answered.
     """
 
     def __init__(self, config: RunConfig, mark: str, rank: int):
         self.folder = Path(config.path("eval", mark[:12]))
         make_folder(str(self.folder), "run_dir")
         self.path = self.folder / f"rank-{rank}.jsonl"
-        self.generations: dict[tuple, Generation] = {}
-        self.prompt_ids: dict[tuple[str, str], list[int]] = {}
-        self.generate_times: dict[tuple, tuple[int, float]] = {}
+        self.generations: dict[tuple[Asking, str], Generation] = {}
+        self.prompt_ids: dict[tuple[Asking, str], list[int]] = {}
+        self.generate_times: dict[Asking, tuple[int, float]] = {}
         self.choice: BudgetChoice | None = None
         for path in sorted(self.folder.glob("rank-*.jsonl")):
             self._read(path)
@@ -42,33 +47,57 @@ class Store:
             if "choice" in row:
                 self.choice = BudgetChoice(**row["choice"])
             elif "time" in row:
-                self.generate_times[tuple(row["key"])] = tuple(row["time"])
+                self.generate_times[tuple(row["asking"])] = tuple(row["time"])
             else:
-                self.generations[tuple(row["key"])] = Generation.from_dict(row["generation"])
-                self.prompt_ids[tuple(row["key"][:2])] = row["prompt_ids"]
+                self._keep(Generation.from_dict(row["generation"]), row["prompt_ids"])
+
+    def _keep(self, generation: Generation, prompt_ids: list[int]) -> None:
+        key = asking(generation), generation.plan.id
+        self.generations[key], self.prompt_ids[key] = generation, prompt_ids
 
     def _append(self, row: dict) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def add(self, key: tuple, generation: Generation, prompt_ids: list[int]) -> None:
-        self.generations[key], self.prompt_ids[key[:2]] = generation, prompt_ids
-        self._append({"key": key, "generation": generation.to_dict(), "prompt_ids": prompt_ids})
+    def find(self, where: Asking, plan: Plan, prompt_ids: list[int]) -> Generation | None:
+        """The stored answer to exactly this prompt, or None."""
+        key = where, plan.id
+        return self.generations[key] if self.prompt_ids.get(key) == prompt_ids else None
 
-    def add_time(self, key: tuple, time: tuple[int, float]) -> None:
-        self.generate_times[key] = time
-        self._append({"key": key, "time": time})
+    def add(self, generation: Generation, prompt_ids: list[int]) -> None:
+        self._keep(generation, prompt_ids)
+        self._append({"generation": generation.to_dict(), "prompt_ids": prompt_ids})
+
+    def add_time(self, where: Asking, time: tuple[int, float]) -> None:
+        self.generate_times[where] = time
+        self._append({"asking": where, "time": time})
 
     def save_choice(self, choice: BudgetChoice) -> None:
         self.choice = choice
         self._append({"choice": asdict(choice)})
 
-    def progress(self, benchmark: str, temperature: float) -> str:
-        """tau and speed-up so far of the pruned tree (or of the last method)."""
-        here = [g for g in self.generations.values() if (g.benchmark, g.temperature) == (benchmark, temperature)]
-        best = [g for g in here if g.method == "dartree_pruned"] or here
-        ar_speed = tokens_per_second([g for g in here if g.method == "ar"])
-        speed, tau = tokens_per_second(best), tau_mean(best)
-        if not speed or not ar_speed or tau is None:
+    def answers(self, askings: Iterable[Asking], plans: Sequence[Plan]) -> list[Generation]:
+        """Stored answers of these plans to these questions, plan by plan, with the plans' notes of this run."""
+        askings, found = list(askings), []
+        for plan in plans:
+            for where in askings:
+                generation = self.generations.get((where, plan.id))
+                if generation is not None:
+                    generation.plan = plan
+                    found.append(generation)
+        return found
+
+    def progress(self, phase: str, benchmark: str, temperature: float, plan: Plan) -> str:
+        """tau and speed-up of one plan so far, over the prompts that AR has decoded too."""
+        here = [g for (a, _), g in self.generations.items() if (a[0], a[1], a[4]) == (phase, benchmark, temperature)]
+        own = [g for g in here if g.plan.id == plan.id]
+        done = {g.answer for g in own}
+        ar = tokens_per_second([g for g in here if g.method == AR and g.answer in done])
+        speed, tau = tokens_per_second(own), tau_mean(own)
+        if not speed or not ar or tau is None:
             return ""
-        return f"{best[0].method} tau {tau:.2f}, {speed / ar_speed:.2f}x"
+        return f"{plan.method} B={plan.budget} tau {tau:.2f}, {speed / ar:.2f}x"
+
+
+def asking(g: Generation) -> Asking:
+    return g.phase, g.benchmark, g.prompt_id, g.turn, g.temperature

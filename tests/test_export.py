@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from data.settings import RunConfig
 from eval import report
 from eval.export import export, main
-from eval.records import Generation, RoundRecord
+from eval.results import build_results
+from made_up import plan_of, response
 from models.checkpoint import load_drafter, save_draft_ids
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from training.attention import dense_mask
@@ -319,15 +320,12 @@ def provenance(tmp_path):
 
 def measure(run_dir, folder, facts):
     rows = [
-        Generation(
-            "builtin", f"p{n}", method, 0.0, budget, list(range(9)), "length",
-            [RoundRecord(7, 7, accepted, accepted + 1, 0.01, 0.0, 0.02, 0.0)] * (8 // (accepted + 1)), 1.0, 0.1, 5,
-        )
+        response([accepted] * (8 // (accepted + 1)), f"p{n}", plan=plan_of(method, budget), tokens=list(range(9)))
         for n in range(2)
         for method, budget, accepted in (("ar", 0, 0), ("dflash_chain", 7, 1), ("domino_chain", 7, 3))
-    ]  # fmt: skip
+    ]
     settings = {"drafter": str(folder), "provenance": facts, "dtype": "bfloat16", "hardware": {"cores": 2}}
-    report.write_report(str(run_dir), report.build_results(rows, settings), rows)
+    report.write_report(str(run_dir), build_results(rows, settings), rows)
 
 
 def test_card_has_recipe_table_and_warnings(tmp_path):

@@ -2,28 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from eval import metrics
-from eval.records import Divergence, Generation, RoundRecord
-
-
-def round_of(accepted, depth=4, emitted=None, ms=(1.0, 2.0, 3.0, 4.0)):
-    emitted = accepted + 1 if emitted is None else emitted
-    return RoundRecord(depth, depth, accepted, emitted, *(part / 1000 for part in ms))
-
-
-def response(accepted, prompt="p0", method="m", seconds=1.0, stop="length", last_emitted=None, tokens=None, **more):
-    rounds = [round_of(a) for a in accepted]
-    if last_emitted is not None:
-        rounds[-1].emitted = last_emitted
-    ids = list(range(1 + sum(r.emitted for r in rounds))) if tokens is None else tokens
-    fields = {"benchmark": "b", "temperature": 0.0, "budget": 4, "prefill_seconds": 0.5} | more
-    return Generation(
-        prompt_id=prompt, method=method, tokens=ids, stop=stop, rounds=rounds, seconds=seconds,
-        target_forwards=len(rounds) + 1, **fields,
-    )  # fmt: skip
+from eval.records import Divergence, Generation, Plan
+from made_up import response, round_of
 
 
 def test_tau_of_a_response_counts_the_bonus_token_and_the_last_round_untrimmed():
@@ -45,8 +28,9 @@ def test_a_response_without_rounds_is_left_out_without_nan():
     assert metrics.tokens_per_second(group) == 6.0
     assert metrics.tau_mean([empty]) is None and metrics.tau_rounds([empty]) is None
     assert metrics.tokens_per_second([empty]) is None and metrics.ms_per_round([empty]) is None
-    assert metrics.ms_per_round_total([empty]) is None and metrics.tau_interval([empty], 0) is None
-    assert metrics.speedup([empty], [empty]) is None and metrics.paired_difference([empty], group, group, 0) is None
+    assert metrics.ms_per_round_total([empty]) is None and metrics.tree_share([empty]) is None
+    assert metrics.speedup([empty], [empty]) is None and metrics.speedup_mean_of_ratios([empty], group) is None
+    assert metrics.nodes_per_round([empty]) is None and metrics.whole_block_share([empty], 4) is None
     assert metrics.acceptance_by_position([empty]) == [] and metrics.accepted_histogram([empty]) == []
 
 
@@ -85,6 +69,41 @@ def test_time_split():
     assert metrics.ms_per_round_total(group) == pytest.approx(15.0)
 
 
+def test_processor_time_needs_every_round():
+    group = [response([1, 1])]
+    assert metrics.busy_ms_per_round(group) is None
+    group[0].rounds = [round_of(1, busy=(0.001, 0.002, 0.003, 0.004)), round_of(1, busy=(0.003, 0.002, 0.001, 0.0))]
+    assert metrics.busy_ms_per_round(group) == pytest.approx({"draft": 2.0, "tree": 2.0, "verify": 2.0, "commit": 2.0})
+
+
+def test_share_of_tree_building_and_nodes_and_memory():
+    group = [response([1, 1], seconds=0.04, peak_memory_gb=1.5), response([1], "p1", seconds=0.02, peak_memory_gb=2.5)]
+    assert metrics.tree_share(group) == pytest.approx(3 * 0.002 / 0.06)
+    assert metrics.nodes_per_round(group) == 4.0
+    assert metrics.peak_memory(group) == 2.5 and metrics.peak_memory([response([1])]) is None
+
+
+def test_share_of_rounds_that_accept_the_whole_block():
+    group = [response([4, 2, 4]), response([0], "p1")]
+    assert metrics.whole_block_share(group, 4) == 0.5
+    assert metrics.whole_block_share(group, 0) is None
+
+
+def test_speed_counts_tokens_up_to_eos_only():
+    """TRAPS 33, 54: a block accepted beyond eos or the limit adds to the published tau, never to the speed."""
+    own = response([3, 3], seconds=2.0, stop="eos", last_emitted=1)
+    assert metrics.tokens_per_second([own]) == (4 + 1) / 2.0
+    assert (metrics.tau(own), metrics.tau(own, trimmed=True)) == (4.0, 2.5)
+    ar = response([0] * 5, method="ar", seconds=5.0)
+    assert metrics.speedup([own], [ar]) == pytest.approx(2.5)
+
+
+def test_a_mean_of_ratios_is_over_answers_each_turn_its_own():
+    ar = [response([0] * 4, "p0", "ar", seconds=4.0, turn=t) for t in (0, 1)]
+    fast = [response([3], "p0", seconds=1.0, turn=0), response([3], "p0", seconds=4.0, turn=1)]
+    assert metrics.speedup_mean_of_ratios(fast, ar) == pytest.approx((4 + 1) / 2)
+
+
 def test_acceptance_by_position_counts_only_rounds_that_had_the_chance():
     # Depths accepted 0, 1, 2, 4 of 4, and one round that proposed a single token and had it accepted.
     group = [response([0, 1, 2, 4]), response([1], "p1")]
@@ -113,57 +132,10 @@ def test_answer_quality():
     assert metrics.distinct_ngram_ratio([[1, 2, 3]]) is None
 
 
-def test_bootstrap_is_seeded_and_draws_every_resample_whole():
-    weights = metrics.bootstrap_weights(5, seed=3, resamples=100)
-    assert weights.shape == (100, 5) and (weights.sum(1) == 5).all()
-    assert (weights == metrics.bootstrap_weights(5, seed=3, resamples=100)).all()
-    assert (weights != metrics.bootstrap_weights(5, seed=4, resamples=100)).any()
-
-
-def test_interval_of_tau_has_the_width_of_the_standard_error():
-    rng = np.random.default_rng(0)
-    group = [response([int(rng.integers(0, 5))], f"p{i}") for i in range(200)]
-    taus = np.array([metrics.tau(g) for g in group])
-    low, high = metrics.tau_interval(group, seed=0)
-    error = taus.std() / len(taus) ** 0.5
-    assert low == pytest.approx(taus.mean() - 1.96 * error, abs=0.02)
-    assert high == pytest.approx(taus.mean() + 1.96 * error, abs=0.02)
-
-
-def test_paired_difference_is_far_tighter_than_unpaired_intervals():
-    # Prompts differ a lot, the two methods differ by exactly one token on each.
-    lengths = [0, 4, 8, 12, 16]
-    a = [response([n + 1], f"p{n}", "a", seconds=1.0) for n in lengths]
-    b = [response([n], f"p{n}", "b", seconds=1.0) for n in lengths]
-    ar = [response([0] * 10, f"p{n}", "ar", seconds=10.0) for n in lengths]
-    row = metrics.paired_difference(a, b, ar, seed=0)
-    assert row["tau_difference"] == pytest.approx(1.0)
-    assert row["tau_interval"] == pytest.approx([1.0, 1.0])
-    assert row["speedup_difference"] == pytest.approx(1.0)
-    assert row["speedup_interval"] == pytest.approx([1.0, 1.0])
-    assert metrics.tau_interval(a, 0)[1] - metrics.tau_interval(a, 0)[0] > 5
-    assert metrics.paired_difference(b, a, ar, seed=0)["tau_difference"] == pytest.approx(-1.0)
-
-
-def test_paired_difference_of_equal_methods_is_zero_and_of_mixed_ones_covers_zero():
-    a = [response([n % 3], f"p{n}") for n in range(12)]
-    assert metrics.paired_difference(a, a, [], seed=0)["tau_interval"] == [0.0, 0.0]
-    b = [response([(n + 1) % 3], f"p{n}") for n in range(12)]
-    low, high = metrics.paired_difference(a, b, [], seed=0)["tau_interval"]
-    assert low < 0 < high
-    assert metrics.paired_difference(a, b, [], seed=0)["speedup_difference"] is None
-
-
-def test_speedup_interval_contains_the_estimate():
-    ar = [response([0] * 4, f"p{n}", "ar", seconds=4.0 + n) for n in range(8)]
-    fast = [response([3], f"p{n}", seconds=2.0) for n in range(8)]
-    low, high = metrics.speedup_interval(fast, ar, seed=0)
-    assert low < metrics.speedup(fast, ar) < high
-
-
 def test_records_survive_json():
-    one = response([2, 0], domain="maths")
+    one = response([2, 0], domain="maths", turn=1, plan=Plan("dartree_pruned", 64, 12, 64, -0.2, note="why"))
+    one.rounds[0].busy = (0.1, 0.2, 0.3, 0.4)
     assert Generation.from_dict(json.loads(json.dumps(one.to_dict()))) == one
     for gap in (1e-5, None):
-        divergence = Divergence("p0", "m", 3, 5, 6, gap, gap is not None)
+        divergence = Divergence("p0", "m", 3, 5, 6, gap, 1e-4, gap is not None, "builtin", 1, "m-b4")
         assert Divergence.from_dict(json.loads(json.dumps(divergence.to_dict(), allow_nan=False))) == divergence

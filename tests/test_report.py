@@ -1,152 +1,175 @@
-"""results.json keeps its documented schema, counts divergences right, and becomes a table and pictures."""
+"""Tables, pictures and settings of a report."""
 
 import json
 
 import pytest
 
 from data.settings import RunConfig
-from eval import report
-from eval.records import Divergence, Generation, RoundRecord
-from eval.table import markdown
-from tiny import tiny_target
-
-METHODS = {"ar": 0, "ddtree": 4, "dartree_pruned": 4}
-
-
-def answer(method, prompt, accepted, temperature=0.0, benchmark="builtin", tokens=None, seconds=1.0):
-    depth = 0 if method == "ar" else 4
-    rounds = [RoundRecord(METHODS[method], depth, a, a + 1, 0.001, 0.002, 0.003, 0.004) for a in accepted]
-    ids = tokens if tokens is not None else list(range(1 + sum(a + 1 for a in accepted)))
-    return Generation(
-        benchmark, prompt, method, temperature, METHODS[method], ids, "length", rounds, seconds, 0.1, len(rounds) + 1
-    )
+from eval import report, tables
+from eval.document import headline, markdown
+from eval.records import Generation, Plan
+from eval.results import build_results
+from made_up import plan_of, response
+from test_results import PRUNED, SETTINGS, full_results, sample
+from tiny import tiny_drafter, tiny_target
 
 
-def sample(temperatures=(0.0, 1.0)):
-    rows = []
-    for t in temperatures:
-        for n in range(6):
-            rows.append(answer("ar", f"p{n}", [0] * 6, t, seconds=6.0))
-            rows.append(answer("ddtree", f"p{n}", [n % 2, 2 - n % 2, 1], t, seconds=3.0))
-            rows.append(answer("dartree_pruned", f"p{n}", [3, 1], t, seconds=1.5))
-    return rows
-
-
-SUMMARY = {
-    "benchmark": str, "temperature": float, "method": str, "budget": int, "prompts": int,
-    "answers_without_rounds": int, "tau_mean": float, "tau_interval": list, "tau_rounds": float, "tau_trimmed": float,
-    "tokens_per_second": float, "tokens_per_second_end_to_end": float, "speedup": float, "speedup_interval": list,
-    "speedup_mean_of_ratios": float, "speedup_after_first_draft": float,
-    "ms_per_round": dict, "ms_per_round_total": float, "target_forwards": int,
-    "acceptance": list, "accepted_histogram": list, "eos_share": float, "distinct_4gram": float, "diverged": int,
-    "near_ties": int,
-}  # fmt: skip
-DIFFERENCE = {
-    "benchmark": str, "temperature": float, "a": dict, "b": dict, "prompts": int, "tau_difference": float,
-    "tau_interval": list, "speedup_difference": float, "speedup_interval": list,
-}  # fmt: skip
-QUALITY = {
-    "benchmark": str, "temperature": float, "answers": int, "eos_share": float, "distinct_4gram": float,
-    "ar_tokens_per_second": float, "generate_tokens_per_second": float, "ar_over_generate": float,
-}  # fmt: skip
-
-
-def check(row, schema):
-    assert row.keys() == schema.keys()
-    for key, kind in schema.items():
-        assert row[key] is None or isinstance(row[key], kind), (key, row[key])
-
-
-def test_results_follow_the_schema_of_the_docstring(tmp_path):
-    results = report.build_results(sample(), {"target": "x"}, generate_tokens_per_second={"builtin": 1.25})
-    report.write_report(str(tmp_path), results, sample())
-    read = report.read_results(tmp_path / "results.json")
-    assert read == results
-    assert read.keys() == {"schema_version", "settings", "summary", "differences", "quality", "divergences"}
-    for part, schema in (("summary", SUMMARY), ("differences", DIFFERENCE), ("quality", QUALITY)):
-        assert read[part]
-        for row in read[part]:
-            check(row, schema)
-            assert all(key in report.__doc__ for key in schema)
-    assert read["summary"][0]["ms_per_round"].keys() == {"draft", "tree", "verify", "commit"}
-
-
-def test_summary_has_the_right_figures():
-    results = report.build_results(sample(), {}, generate_tokens_per_second={"builtin": 1.25})
-    rows = {(r["method"], r["temperature"]): r for r in results["summary"]}
-    assert len(rows) == len(results["summary"]) == 6
-    pruned = rows["dartree_pruned", 0.0]
-    assert pruned["tau_mean"] == 3.0 and pruned["prompts"] == 6 and pruned["budget"] == 4
-    assert pruned["tokens_per_second"] == pytest.approx(6 / 1.5) and pruned["speedup"] == pytest.approx(4.0)
-    assert pruned["target_forwards"] == 18 and pruned["diverged"] == pruned["near_ties"] == 0
-    assert rows["ar", 0.0]["speedup"] == 1.0 and rows["ar", 0.0]["tau_mean"] == 1.0
-    assert rows["ddtree", 1.0]["diverged"] is None
-    quality = {r["temperature"]: r for r in results["quality"]}
-    assert quality[0.0]["ar_over_generate"] == pytest.approx(1.0 / 1.25)
-    assert quality[1.0]["ar_over_generate"] is None
-
-
-def test_dartree_stands_on_the_left_of_a_difference():
-    rows = sample((0.0,))
-    rows.sort(key=lambda g: g.method)  # dartree_pruned comes before ddtree
-    (row,) = report.build_results(rows, {})["differences"]
-    assert row["a"] == {"method": "dartree_pruned", "budget": 4} and row["b"]["method"] == "ddtree"
-    assert row["tau_difference"] == pytest.approx(1.0)
-    assert row["speedup_difference"] == pytest.approx(2.0)
-
-
-def test_one_method_at_two_budgets_makes_two_rows_and_a_difference():
-    rows = sample((0.0,))
-    for n in range(6):
-        rows.append(answer("dartree_pruned", f"p{n}", [2, 1], seconds=1.0))
-        rows[-1].budget = 16
-    results = report.build_results(rows, {})
-    budgets = [r["budget"] for r in results["summary"] if r["method"] == "dartree_pruned"]
-    assert budgets == [4, 16]
-    assert {"method": "dartree_pruned", "budget": 16} in [d["a"] for d in results["differences"]]
-
-
-def test_divergences_and_near_ties_are_counted_apart():
-    rows = sample((0.0,))
-    rows[1].tokens = rows[0].tokens[:2] + [40] + rows[0].tokens[3:]  # ddtree, p0: explained by rounding
-    rows[4].tokens = rows[3].tokens[:3] + [41] + rows[3].tokens[4:]  # ddtree, p1: not explained
-    rows[7].tokens = rows[6].tokens[:-1]  # ddtree, p2: shorter
-    near = Divergence("p0", "ddtree", 2, 2, 40, 1e-5, True)
-    far = Divergence("p1", "ddtree", 3, 3, 41, 0.5, False)
-    results = report.build_results(rows, {}, [near, far])
-    row = next(r for r in results["summary"] if r["method"] == "ddtree")
-    assert (row["diverged"], row["near_ties"]) == (3, 1)
-    assert results["divergences"] == [near.to_dict(), far.to_dict()]
-
-
-def test_answers_without_rounds_reach_neither_nan_nor_a_crash(tmp_path):
-    rows = [answer(m, "p0", [], tokens=[1], seconds=0.0) for m in METHODS]
-    results = report.build_results(rows, {})
-    report.write_report(str(tmp_path), results, rows)
-    assert results["summary"][0]["tau_mean"] is None and results["summary"][0]["answers_without_rounds"] == 1
-    assert "NaN" not in (tmp_path / "results.json").read_text()
-    assert "| ddtree | 4 | 1 | - |" in (tmp_path / "report.md").read_text()
+def lines_of(text: str, start: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(f"| {start}")]
 
 
 def test_report_files(tmp_path):
-    rows = sample()
-    report.write_report(str(tmp_path), report.build_results(rows, {}), rows)
+    results, rows = full_results()
+    report.write_report(str(tmp_path), results, rows)
     lines = (tmp_path / "generations.jsonl").read_text().splitlines()
     assert [Generation.from_dict(json.loads(line)) for line in lines] == rows
-    plots = sorted(p.name for p in (tmp_path / "plots").iterdir())
-    assert plots == [f"{kind}-builtin-t{t}.png" for kind in ("acceptance", "speed", "time") for t in (0, 1)]
+    plots = {p.name for p in (tmp_path / "plots").iterdir()}
+    assert plots == {
+        "sweep-budget.png",
+        *(f"speed-{name}-t{t}.png" for name in ("builtin", "other") for t in (0, 1)),
+        *(f"{kind}-average-t{t}.png" for kind in ("acceptance", "speed", "time") for t in (0, 1)),
+    }
     assert all((tmp_path / "plots" / p).read_bytes().startswith(b"\x89PNG") for p in plots)
     assert not list(tmp_path.glob("*.partial"))
+    assert (tmp_path / "summary.md").read_text() == headline(results)
 
 
-def test_markdown_table_has_a_row_a_method():
-    text = markdown(report.build_results(sample((0.0,)), {"dtype": "float32"}, (), 0, {"builtin": 1.25}))
-    assert "| dartree_pruned | 4 | 6 | 3.00 | 3.00 to 3.00 | 3.00 | 4.00 | 4.00 to 4.00 | 4.0 |" in text
-    assert "AR in this loop runs at 0.80x the tokens/s of `target.generate`" in text
-    assert "dartree_pruned (B=4) - ddtree (B=4) | +1.00 |" in text
+def test_plots_of_one_benchmark_bear_its_name_and_throughput_has_its_own(tmp_path):
+    rows = [
+        {**results_row, "concurrency": c, "tokens_per_second": 10.0 * c, "speedup": 2.0, "tau_mean": 3.0}
+        for results_row in build_results(sample((0.0,)), SETTINGS)["summary"]
+        for c in (1, 4)
+    ]
+    results = build_results(sample((0.0,)), SETTINGS, concurrency=rows)
+    report.write_report(str(tmp_path), results, [])
+    assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == [
+        f"{kind}-builtin-t0.png" for kind in ("acceptance", "speed", "throughput", "time")
+    ]
+    table = tables.throughput_table(results)
+    assert "| builtin | 0 | dartree_pruned (B=4) | 10.0 tok/s, 2.00x, tau 3.00 | 40.0 tok/s, 2.00x, tau 3.00 |" in table
+    assert "| method | 1 at once | 4 at once |" in table and "| ar | 10.0 tok/s, 2.00x |" in table
+
+
+def test_main_table_is_methods_by_benchmarks_with_an_average():
+    results, _ = full_results()
+    text = tables.main_tables(results, 0.0)
+    assert lines_of(text, "method")[0] == "| method | builtin | other | average |"
+    speed_tau, speed, tau = lines_of(text, "dartree_pruned (B=4)")
+    assert speed_tau == "| dartree_pruned (B=4) | 4.00x / 3.00 | 4.00x / 3.00 | 4.00x / 3.00 |"
+    assert speed.split("|")[2] == " 4.00x (4.00–4.00) " and tau.split("|")[4] == " 3.00 (3.00–3.00) "
+    assert lines_of(text, "ar")[0] == "| ar | 1.00x / 1.00 | 1.00x / 1.00 | 1.00x / 1.00 |"
+
+
+def test_report_has_every_section_with_its_command():
+    results, _ = full_results()
+    results["settings"] = {**SETTINGS, "command": "bash launch.sh eval --seed 1", "dtype": "float32"}
+    text = markdown(results)
+    for heading in (
+        "## 1. Methods and benchmarks, temperature 0",
+        "### builtin, temperature 0",
+        "### Pairwise differences, temperature 1",
+        "## 4. Acceptance by draft position, temperature 0",
+        "## 5. Where a round's time goes, temperature 1",
+        "### Sweeps",
+        "## Divergences from the autoregressive text",
+        "## Settings",
+    ):
+        assert f"\n{heading}\n" in text, heading
+    # Not measured, so not there.
+    for heading in ("## 2. Mechanism", "## 3. Head swap", "## 6. Throughput"):
+        assert heading not in text
+    assert text.count("Command: `bash launch.sh eval --seed 1`") == 7
     assert "- dtype: float32" in text
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines[:5]}) == 1
+    assert "AR in this loop runs at 0.80x the tokens/s of `target.generate`" in text
+    rows = [line for line in text.splitlines() if line.startswith("| dartree_pruned | 4 | 6 | 3.00 | 3.00 to 3.00 |")]
+    assert rows and "| 4.00 | 4.00 to 4.00 | 4.0 |" in rows[0]
+
+
+def test_differences_are_bold_where_the_interval_excludes_zero():
+    results, _ = full_results()
+    text = tables.differences_tables(results, 0.0)
+    tau, speed = lines_of(text, "dartree_pruned (B=4) - ddtree (B=4)")
+    assert tau.split("|")[2] == " **+1.00 (+1.00 to +1.00)** " and speed.split("|")[2] == " **+2.00 (+2.00 to +2.00)** "
+    assert lines_of(text, "pair")[0] == "| pair | builtin | other | average |"
+    rows = [response([n % 3], f"p{n}", plan=p) for n in range(6) for p in (Plan("ar"), plan_of("dflash_chain"))]
+    rows += [response([(n + 1) % 3], f"p{n}", plan=PRUNED) for n in range(6)]
+    text = tables.differences_tables(build_results(rows, SETTINGS), 0.0)
+    assert "**" not in lines_of(text, "dartree_pruned (B=4) - dflash_chain")[0]
+
+
+def test_mechanism_compares_at_equal_budgets_only():
+    serial = plan_of("per_node_serial")
+    rows = sample((0.0,)) + [response([3, 1], f"p{n}", plan=serial, seconds=4.0) for n in range(6)]
+    rows += [response([1], f"p{n}", plan=Plan("dartree_pruned", 12)) for n in range(6)]
+    text = tables.mechanism_table(build_results(rows, SETTINGS))
+    body = [line for line in text.splitlines() if line.startswith("| builtin")]
+    assert len(body) == 2 and "B=12" not in text
+    # 2 rounds in 1.5 s and in 4 s; 2 ms of each is the tree.
+    pruned = next(line for line in body if "dartree_pruned" in line)
+    assert "| 750.0 | 2.0 | 0.3 % | 4.00x (4.00–4.00) |" in pruned
+    assert "| 2000.0 | 2.0 | 0.1 % | 1.50x (1.50–1.50) |" in next(line for line in body if "per_node_serial" in line)
+
+
+def test_head_swap_is_for_markov_heads_and_shows_the_gain_over_both_chains():
+    rows = []
+    for method, accepted in (("ar", 0), ("dflash_chain", 1), ("markov_chain", 2), ("dartree_pruned", 3)):
+        rows += [response([accepted], f"p{n}", method) for n in range(3)]
+    assert tables.head_swap_table(build_results(rows, SETTINGS | {"head": "domino"})) == ""
+    text = tables.head_swap_table(build_results(rows, SETTINGS | {"head": "markov_rnn"}))
+    body = [line for line in text.splitlines() if line.startswith("| builtin")]
+    assert len(body) == 3
+    assert "| 4.00 (4.00–4.00) | +100.0 % | +33.3 % |" in next(line for line in body if "dartree_pruned" in line)
+    assert "| 3.00 (3.00–3.00) | +50.0 % | - |" in next(line for line in body if "markov_chain" in line)
+
+
+def test_acceptance_by_position_whole_blocks_and_histogram():
+    rows = [response([0, 4, 2, 2], "p0", plan=PRUNED), response([0] * 9, "p0", "ar")]
+    text = tables.acceptance_tables(build_results(rows, SETTINGS), 0.0)
+    conditional, survival, histogram = lines_of(text, "dartree_pruned (B=4)")
+    assert conditional == "| dartree_pruned (B=4) | 75.0 % | 100.0 % | 33.3 % | 100.0 % |"
+    assert survival == "| dartree_pruned (B=4) | 75.0 % | 75.0 % | 25.0 % | 25.0 % | 25.0 % |"
+    assert histogram == "| dartree_pruned (B=4) | 25.0 % | 0.0 % | 50.0 % | 0.0 % | 25.0 % |"
+    assert not lines_of(text, "ar")
+
+
+def test_time_split_names_what_is_left_over():
+    rows = [response([3, 1], plan=PRUNED, seconds=0.03, peak_memory_gb=1.25), response([0] * 6, method="ar")]
+    for record in rows[0].rounds:
+        record.busy = (0.002, 0.004, 0.006, 0.008)
+    text = tables.time_table(build_results(rows, SETTINGS), 0.0)
+    assert lines_of(text, "dartree_pruned (B=4)")[0] == (
+        "| dartree_pruned (B=4) | 2 | 4.0 | 1.0 | 2.0 | 3.0 | 4.0 | 5.0 | 15.0 | 13.3 % | 20.0 | 1.25 |"
+    )
+
+
+def test_the_published_clock_is_shown_only_where_it_differs_by_more_than_one_percent():
+    results = build_results(sample((0.0,)), SETTINGS)
+    from eval.table import definitions_table
+
+    assert "clock" not in definitions_table(results, "builtin", 0.0)
+    rows = sample((0.0,))
+    for g in rows:
+        if g.plan == PRUNED:
+            g.rounds[0].draft = 0.5
+    text = definitions_table(build_results(rows, SETTINGS), "builtin", 0.0)
+    assert "clock from the first draft" in text
+    assert (
+        lines_of(text, "dartree_pruned")[0]
+        == "| dartree_pruned (B=4) | 3.00 | 3.00 | 3.00 | 4.00 | 4.00 | 6.00 | 3.50 |"
+    )
+
+
+def test_divergences_beyond_near_ties_are_named():
+    rows = sample((0.0,))
+    rows[1].tokens = rows[0].tokens[:2] + [40] + rows[0].tokens[3:]
+    results = build_results(rows, SETTINGS)
+    results["divergences"] = [
+        {"plan": rows[1].plan.id, "phase": "main", "gap": 0.5, "near_tie": False, "benchmark": "builtin",
+         "prompt_id": "p0", "position": 2},
+    ]  # fmt: skip
+    text = tables.divergence_table(results)
+    assert "| ddtree (B=4) | 6 | 1 | 0 | 0.5000 | builtin/p0 at 2 |" in text
+    assert "| dartree_pruned (B=4) | 6 | 0 | 0 | - | none |" in text
 
 
 def test_settings_say_what_was_measured_and_where(tmp_path):
@@ -154,18 +177,20 @@ def test_settings_say_what_was_measured_and_where(tmp_path):
         json.dumps({"engine": "DeepSpeedEngine", "zero_stage": 1, "world_size": 2})
     )
     target = tiny_target()
-    settings = report.collect_settings(RunConfig(max_new_tokens=17), target, str(tmp_path), chosen_budget=24)
+    config = RunConfig(max_new_tokens=17)
+    settings = report.collect_settings(config, target, tiny_drafter(target), str(tmp_path), chosen_budget=24)
     assert settings["target"] == "tiny" and settings["dtype"] == "float32" and settings["device"] == "cpu"
     assert settings["engine"] == {"engine": "DeepSpeedEngine", "zero_stage": 1, "world_size": 2}
     assert settings["provenance"]["world_size"] == 2
     assert settings["max_new_tokens"] == 17 and settings["chosen_budget"] == 24
+    assert (settings["head"], settings["block_size"], settings["num_proposals"]) == ("domino", 5, 4)
     assert settings["hardware"]["cores"] >= 1 and settings["hardware"]["memory_gb"] > 0
     assert {"python", "torch", "transformers"} <= settings["versions"].keys()
     json.dumps(settings, allow_nan=False)
     assert report.read_provenance(str(tmp_path / "elsewhere")) is None
 
 
-def test_another_schema_version_is_refused(tmp_path):
-    (tmp_path / "results.json").write_text('{"schema_version": 2}')
-    with pytest.raises(ValueError, match="schema_version 2"):
-        report.read_results(tmp_path / "results.json")
+@pytest.mark.parametrize("prompts", [1, 6])
+def test_headline_of_one_benchmark_is_its_measured_table(prompts):
+    text = headline(build_results(sample((0.0,), prompts=prompts), SETTINGS))
+    assert f"| dartree_pruned | 4 | {prompts} | 3.00 |" in text and "distinct 4-gram ratio" in text

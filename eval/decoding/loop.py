@@ -86,7 +86,7 @@ class Batch:
         self.cache = TreeCache.for_config(target.config, self.slots, self.capacity, target.dtype, target.device)
         proposer.begin(self.slots, self.capacity)
         self.prefills = self.rounds = self.request_rounds = 0
-        self.prefill_seconds = 0.0
+        self.prefill_seconds, self.part_seconds = 0.0, dict.fromkeys(PARTS, 0.0)
         self._started: dict[int, float] = {}
         self._streams: dict[tuple[int, str], Tensor] = {}
 
@@ -212,6 +212,8 @@ class Batch:
     def _record(self, tree: Tree, verdict: Verification, times: dict, now: float) -> None:
         """Every request's record of this round. Its times are those of the whole batch."""
         self.rounds, self.request_rounds = self.rounds + 1, self.request_rounds + len(self.rows)
+        for part in PARTS:
+            self.part_seconds[part] += times[part]
         depths = tree.max_depths
         ranks = tree.ranks_RN.tolist()
         for row, i in enumerate(self.rows):
@@ -270,7 +272,15 @@ def serve(
     # Counted where it happens, so that no method can hide a forward.
     assert target.forwards - before == batch.prefills + batch.rounds
     assert all(answer.target_forwards == len(answer.rounds) + 1 for answer in batch.answers)
-    return Served(batch.answers, seconds, batch.prefill_seconds, batch.rounds, batch.request_rounds, batch.cache_bytes)
+    return Served(
+        batch.answers,
+        seconds,
+        batch.prefill_seconds,
+        batch.rounds,
+        batch.request_rounds,
+        batch.part_seconds,
+        batch.cache_bytes,
+    )
 
 
 def generate(
