@@ -196,6 +196,12 @@ def test_every_setting_is_on_the_page(opened):
     assert SETTINGS["command"] in browser.value("document.getElementById('settings').textContent")
 
 
+def test_a_target_in_a_folder_is_called_by_its_last_part(opened):
+    browser = opened("small")
+    assert browser.value("shortName('/some/folder/model')") == browser.value("shortName('./model/')") == "model"
+    assert browser.value("shortName('org/model')") == "org/model"
+
+
 def test_what_was_not_measured_is_left_out(opened):
     every = ["results", "details", "trees", "sweeps", "concurrency", "quality", "settings"]
     sections = "[...document.querySelectorAll('section')].map((s) => s.id)"

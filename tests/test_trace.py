@@ -1,15 +1,18 @@
 """Traces: every method's tree on the same drafts, and what of it the target's text accepts."""
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
+import yaml
 
 from data.options import RunConfig
 from data.prompts import Prompt
-from eval import trace
+from eval import run_eval, trace
 from eval.decoding.loop import Request, generate
 from eval.decoding.tree import Tree
+from eval.html_report import page
 from eval.session import Question, load_session
 from tiny import MASK, tiny_drafter, tiny_target
 from tiny_tokenizer import save_tiny_target
@@ -117,6 +120,22 @@ def test_paths_of_a_known_tree():
     assert trace.tree_record(tree, [6, 7, 8], budget=2)["path"] == [1, 2]
     assert not trace.tree_record(tree, [6, 7], budget=2)["open"]
     assert trace.tree_record(tree, [])["path"] == [] and trace.tree_record(tree, [])["open"]
+
+
+def test_an_evaluation_ends_with_the_page(session, tmp_path):
+    benchmark, config = tmp_path / "few.jsonl", tmp_path / "config.yaml"
+    benchmark.write_text("".join(json.dumps({"turns": q.prompt.turns}) + "\n" for q in questions()))
+    own = {f.name: getattr(session.config, f.name) for f in fields(RunConfig) if f.name != "training"}
+    changed = dict(
+        run_dir=str(tmp_path / "run"), drafter=session.drafter_folder, benchmarks=[str(benchmark)],
+        prompts=[str(benchmark)], choose_budget=False, methods=["dartree_pruned"], max_new_tokens=4, trace_prompts=1,
+    )  # fmt: skip
+    config.write_text(yaml.safe_dump({**own, **changed}))
+    assert run_eval.main([str(config)]) == 0
+    traces = trace.read_traces(tmp_path / "run")
+    assert [p["benchmark"] for p in traces["prompts"]] == ["few"]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (tmp_path / "run" / "report.html").read_text() == page(results, traces)
 
 
 class Pieces:

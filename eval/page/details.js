@@ -90,7 +90,9 @@ function acceptanceFigures(rows) {
   const one = (title, key, note) =>
     figure(
       title,
-      responsive((width) => lines(width, series(key), { title, xLabel: "draft position", yLabel: "share", high: 1 })),
+      responsive((width) =>
+        lines(width, series(key), { title, xLabel: "draft position", yLabel: "share", high: 1, ordinal: true }),
+      ),
       note,
     );
   return el(

@@ -39,7 +39,7 @@ function headline(results) {
   const figures = temperaturesOf(results).flatMap((temperature) => headlineFigures(results, plan, temperature));
   return [
     el("p", { class: "kicker" }, "Evaluation of tree speculative decoding"),
-    el("h1", {}, settings.target_name ?? settings.target ?? "Evaluation"),
+    el("h1", {}, shortName(String(settings.target_name ?? settings.target ?? "Evaluation"))),
     el("p", { class: "sub" }, `${plan.label}, drafter ${settings.drafter ?? NONE}`),
     el(
       "dl",
@@ -50,6 +50,11 @@ function headline(results) {
     ),
     el("p", { class: "sub" }, machineLine(settings)),
   ];
+}
+
+// The last part of a path; a Hub id stays whole.
+function shortName(name) {
+  return /^[/.~]/.test(name) ? (last(name.split("/").filter(Boolean)) ?? name) : name;
 }
 
 function headlineFigures(results, plan, temperature) {
@@ -71,11 +76,16 @@ function headlineFigures(results, plan, temperature) {
 
 function machineLine(settings) {
   const { cpu, cores, threads, memory_gb: memory, gpus = [] } = settings.hardware ?? {};
-  const machine = gpus.length ? gpus.join(", ") : `${cpu ?? NONE}, ${cores ?? NONE} cores, ${threads ?? NONE} threads`;
+  const machine = gpus.length
+    ? gpus.join(", ")
+    : [cpu ?? NONE, plural(cores, "core"), plural(threads, "thread")].join(", ");
   const words = [machine, `${fixed(memory, 0)} GiB`, settings.dtype, `${settings.attention} attention`];
-  return words
-    .concat(`${settings.max_new_tokens} new tokens`, `commit ${String(settings.git_commit ?? NONE).slice(0, 10)}`)
-    .join(" · ");
+  const commit = String(settings.git_commit ?? NONE).slice(0, 10);
+  return words.concat(`${settings.max_new_tokens} new tokens`, `commit ${commit}`).join(" · ");
+}
+
+function plural(count, word) {
+  return `${count ?? NONE} ${word}${count === 1 ? "" : "s"}`;
 }
 
 // Methods as rows, tau and speed-up of every benchmark as columns.

@@ -40,16 +40,27 @@ function answerText(record, round, method, text) {
   return el("div", { class: "text", role: "group", "aria-label": "The answer, this round's tokens marked" }, tokens);
 }
 
+function swatches(items) {
+  const item = ([state, words]) => el("li", {}, el("span", { class: `swatch ${state}` }), words);
+  return el("ul", { class: "legend" }, items.map(item));
+}
+
 function treeLegend() {
-  const item = (state, words) => el("li", {}, el("span", { class: `swatch ${state}` }), words);
-  return el(
-    "ul",
-    { class: "legend" },
-    item("accepted", "accepted"),
-    item("bonus", "the target's own next token"),
-    item("kept", "verified, not accepted"),
-    item("pruned", "pruned before verification"),
-  );
+  return swatches([
+    ["accepted", "accepted"],
+    ["bonus", "the target's own next token"],
+    ["kept", "verified, not accepted"],
+    ["pruned", "pruned before verification"],
+  ]);
+}
+
+function chipLegend() {
+  return swatches([
+    ["accepted", "accepted"],
+    ["bonus", "what the target said instead"],
+    ["refused", "the method's best guess there (+n: further ones)"],
+    ["pruned", "rest of a chain"],
+  ]);
 }
 
 // A row for each method: what it proposes from this draft, and how far the target goes along.

@@ -68,7 +68,7 @@ function isNumeric(column, rows) {
 
 function bestValue(column, rows) {
   const values = rows.map(column.value).filter((value) => typeof value === "number");
-  if (!column.best || values.length < 2) return null;
+  if (!column.best || unique(values).length < 2) return null;
   return column.best === "max" ? Math.max(...values) : Math.min(...values);
 }
 

@@ -58,6 +58,7 @@ class Viewer {
       treeLegend(),
       el("h3", {}, "From the same draft, every method"),
       compare,
+      chipLegend(),
       el("details", {}, el("summary", {}, "The nodes of the drawn tree as a table"), list),
     ));
   }
