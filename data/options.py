@@ -158,8 +158,8 @@ class RunConfig:
     )
     benchmarks: list[str] = option(
         ["builtin"],
-        "builtin (held-out prompts of the generator), gsm8k math500 aime25 humaneval mbpp mt-bench alpaca livecodebench, "
-        'or paths of JSONL files of {"turns": [...]}',
+        "builtin (held-out prompts of the generator), gsm8k math500 aime25 humaneval mbpp mt-bench alpaca "
+        'livecodebench, or paths of JSONL files of {"turns": [...]}',
         "eval demo",
     )
     benchmark_dir: str = option("", "folder of NAME.jsonl files that stand for the benchmarks of the Hub", "eval demo")
@@ -192,8 +192,8 @@ class RunConfig:
     )
     budget_policy: list[Literal["fixed", "adaptive", "cost-aware"]] = option(
         ["fixed"],
-        "how dartree_pruned sets B, a row each: fixed, adaptive (by requests decoded at once), cost-aware (in each round "
-        "by measured cost and the drafter's probabilities)",
+        "how dartree_pruned sets B, a row each: fixed, adaptive (by requests decoded at once), cost-aware (in each "
+        "round, by measured cost and the drafter's probabilities)",
         "eval",
     )
     adaptive_budget: list[str] = option(
@@ -248,6 +248,8 @@ class RunConfig:
             "answer_batch_size",
             "train_eval_prompts",
             "lora_rank",
+            "bench_repeats",
+            "bench_concurrency",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

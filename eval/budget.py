@@ -1,18 +1,18 @@
-"""The tree budget that this machine should use: measured verify cost against acceptance on *training* prompts.
+"""One tree budget for a whole run: measured verify cost against acceptance on *training* prompts.
 
 A larger tree is accepted deeper but costs more to verify. Nodes of a pruned tree carry their best-first rank, and the
 tree of budget b is exactly the nodes of rank < b, so that one run at the largest budget gives tau(b) for every smaller
-one (CaDDTree, arXiv 2606.01813, chooses per round in the same spirit). No evaluated prompt takes part.
+one. No evaluated prompt takes part. `decoding/policy.py` holds the rules that choose a budget in every round instead.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from models.attention import tree_mask
 from models.target import Target
 
 from .decoding.cache import TreeCache
@@ -31,24 +31,28 @@ class BudgetChoice:
 
 @torch.inference_mode()
 def verify_cost(
-    target: Target, tap_ids: tuple[int, ...], sizes: list[int], context: int, repeats: int = 9
+    target: Target, tap_ids: tuple[int, ...], sizes: Sequence[int], context: int, repeats: int = 9, requests: int = 1
 ) -> dict[int, float]:
-    """Median seconds of one target forward over the root and b nodes after `context` tokens, sizes interleaved."""
+    """Median seconds of one target forward over the root and b nodes after `context` tokens, sizes interleaved.
+
+    Args:
+        requests: trees of so many requests in the one forward, all of this size and context.
+    """
     device, clock = target.device, Clock(target.device)
-    cache = TreeCache.for_config(target.config, 1, context + max(sizes) + 1, target.dtype, device)
-    cache.lengths[0] = context
-    lengths = torch.tensor([context], device=device)
+    cache = TreeCache.for_config(target.config, requests, context + max(sizes) + 1, target.dtype, device)
+    cache.lengths = [context] * requests
+    lengths_R = torch.tensor(cache.lengths, device=device)
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(repeats + 2):
         for size in sizes:
             # A chain under the root is a tree like any other: the mask's pattern does not change the cost.
-            parents = torch.arange(size + 1, device=device).sub(1).clamp(min=0)[None]
-            positions = context + torch.arange(size + 1, device=device)[None]
-            ids = torch.zeros_like(positions)
+            depths_RM = torch.arange(size + 1, device=device).expand(requests, -1)
             start = clock.now()
-            width = cache.place(positions)
-            mask = tree_mask(parents, lengths, width)
-            target.forward(ids, tap_ids, position_ids=positions, mask=mask, cache=cache)
+            width = cache.place(context + torch.arange(size + 1).expand(requests, -1))
+            mask = target.tree_masks((depths_RM - 1).clamp(min=0), depths_RM, lengths_R, width)
+            target.forward(
+                torch.zeros_like(depths_RM), tap_ids, position_ids=context + depths_RM, mask=mask, cache=cache
+            )
             if repeat >= 2:  # the first turns warm up
                 times[size].append(clock.now() - start)
     return {size: statistics.median(values) for size, values in times.items()}

@@ -5,14 +5,13 @@ Shape suffix: N sizes of a tree, 0 .. N.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundCost:
     """Seconds of a round's parts by the number of requests decoded at once.
 
@@ -23,9 +22,7 @@ class RoundCost:
 
     verify_points: dict[tuple[int, int], dict[int, float]]
     draft_points: dict[int, float]
-
-    def __hash__(self) -> int:
-        return id(self)
+    _curves: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def draft(self, requests: int) -> float:
         return interpolate(self.draft_points, requests)
@@ -36,16 +33,15 @@ class RoundCost:
         Sizes that were not measured for so many requests lie on the line through the last two that were.
         """
         # Contexts are rounded, so that a curve serves many rounds.
-        return self._verify(requests, int(context) // 32 * 32, largest)
+        key = requests, int(context) // 32 * 32, largest
+        if key not in self._curves:
+            self._curves[key] = torch.tensor(self._verify(*key), dtype=torch.float64)
+        return self._curves[key]
 
-    @lru_cache(maxsize=256)  # noqa: B019 - lives as long as its one evaluation
-    def _verify(self, requests: int, context: int, largest: int) -> Tensor:
+    def _verify(self, requests: int, context: int, largest: int) -> list[float]:
         measured = sorted({rows for rows, _ in self.verify_points})
         curves = {rows: self._at_context(rows, context, largest) for rows in measured}
-        seconds = [
-            interpolate({rows: curve[n] for rows, curve in curves.items()}, requests) for n in range(largest + 1)
-        ]
-        return torch.tensor(seconds, dtype=torch.float64)
+        return [interpolate({rows: curve[n] for rows, curve in curves.items()}, requests) for n in range(largest + 1)]
 
     def _at_context(self, rows: int, context: int, largest: int) -> list[float]:
         curves = {

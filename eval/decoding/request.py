@@ -51,6 +51,7 @@ class Served:
         prefill_seconds: the part of it spent in the target's prefills.
         rounds: target forwards that verified something.
         request_rounds: rounds summed over the requests decoded in them: over `rounds`, the mean concurrency.
+        part_seconds: wall seconds of all rounds by their parts (draft, tree, verify, commit).
         cache_bytes: keys and values of target and drafter, allocated for `slots` x the longest request.
     """
 
@@ -59,6 +60,7 @@ class Served:
     prefill_seconds: float
     rounds: int
     request_rounds: int
+    part_seconds: dict[str, float]
     cache_bytes: int
 
     @property

@@ -1,0 +1,243 @@
+"""Throughput with several requests decoded at once (continuous batching): tokens a second against AR at the same load.
+
+All prompts of a benchmark are decoded by every plan at every concurrency: one run of one plan is one *cell*, in which a
+waiting request joins as soon as another ends. The wall time of a cell goes from the first prefill to the last token,
+prefills inside, as a server's users see it. Cells of one concurrency follow each other in random order, each plan
+warmed up before, so that drift of the machine cancels; AR is one of the plans. Resumable cell by cell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.benchmarks import load_benchmark
+from data.prompts import Prompt
+
+from .decoding.loop import Request, Served, serve
+from .memory import PeakMemory
+from .records import AR, PARTS, Plan
+from .results import plan_fields
+from .session import Session
+
+CELLS = "concurrency.jsonl"
+WARM_UP_TOKENS = 8
+
+
+@dataclass
+class Cell:
+    """One plan that answered all prompts once, so many at a time.
+
+    Attributes:
+        prompts: hash of the token ids and limits of all requests: a cell counts for exactly these.
+        seconds: wall time from the first prefill to the last token; prefill_seconds is the part spent in prefills.
+        tokens: emitted by all answers, the prefills' first tokens among them.
+        rounds: verifying target forwards; request_rounds sums the requests that took part in each.
+        tau: mean over answers of the mean over rounds; None when no answer had a round.
+        nodes: draft tokens verified, summed over request_rounds.
+        ms_per_round: wall milliseconds of the parts of a mean round.
+        stopped: answers by the reason why they ended.
+    """
+
+    benchmark: str
+    temperature: float
+    plan: Plan
+    concurrency: int
+    run: int
+    prompts: str
+    requests: int
+    tokens: int
+    seconds: float
+    prefill_seconds: float
+    rounds: int
+    request_rounds: int
+    tau: float | None
+    nodes: int
+    ms_per_round: dict[str, float]
+    stopped: dict[str, int]
+    kv_cache_gb: float
+    peak_memory_gb: float | None
+
+    @property
+    def key(self) -> tuple:
+        return self.benchmark, self.temperature, self.plan.id, self.concurrency, self.run, self.prompts
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict) -> Cell:
+        return cls(**{**data, "plan": Plan(**data["plan"])})
+
+
+class CellStore:
+    """Cells on disk, a line each, appended as they come."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.cells: dict[tuple, Cell] = {}
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        if len(whole) < len(lines):
+            path.write_bytes(b"".join(whole))  # the end of a killed run
+        for line in whole:
+            cell = Cell.from_dict(json.loads(line))
+            self.cells[cell.key] = cell
+
+    def add(self, cell: Cell) -> None:
+        self.cells[cell.key] = cell
+        with self.path.open("a") as file:
+            file.write(json.dumps(cell.to_dict()) + "\n")
+
+
+def concurrency_prompts(session: Session) -> tuple[str, list[Prompt]]:
+    """(Name of the first benchmark, its prompts that are decoded at every concurrency: their first turns)."""
+    config = session.config
+    wanted = config.concurrency_prompts
+    loaded = load_benchmark(config.benchmarks[0], wanted, config.seed, config.benchmark_dir)
+    usable = (p for p in loaded.prompts if session.usable_ids(p.turns[:1], []) is not None)
+    return loaded.name, list(islice(usable, wanted))
+
+
+def measure_concurrency(session: Session, folder: Path, plans: Sequence[Plan], temperature: float = 0.0) -> list[Cell]:
+    """Decodes what is missing of `session.config.concurrency` x plans x runs; returns all cells of these.
+
+    Args:
+        folder: where `concurrency.jsonl` is kept.
+        plans: AR among them.
+    """
+    config = session.config
+    benchmark, prompts = concurrency_prompts(session)
+    requests = [
+        Request(
+            session.usable_ids(prompt.turns[:1], []),
+            config.max_new_tokens,
+            f"{config.seed}/{benchmark}/{prompt.id}/0/{temperature:g}",
+        )
+        for prompt in prompts
+    ]
+    store, digest = CellStore(folder / CELLS), _digest(requests)
+    wanted = []
+    for run in range(config.concurrency_runs):
+        for level in dict.fromkeys(config.concurrency):
+            order = list(plans)
+            random.Random(f"{config.seed}/{run}/{level}").shuffle(order)
+            wanted += [((benchmark, temperature, plan.id, level, run, digest), plan) for plan in order]
+    missing = [(key, plan) for key, plan in wanted if key not in store.cells]
+    warm: set[tuple] = set()
+    bar = tqdm(missing, desc=f"concurrency {benchmark} T={temperature:g}")
+    for key, plan in bar:
+        level, run = key[3:5]
+        bar.set_postfix_str(f"{plan.id}, {level} at once")
+        if (plan.id, level) not in warm:
+            _warm_up(session, plan, requests[:level], temperature)
+            warm.add((plan.id, level))
+        store.add(_measure(session, plan, requests, key))
+    return [store.cells[key] for key, _ in wanted]
+
+
+def _warm_up(session: Session, plan: Plan, requests: Sequence[Request], temperature: float) -> None:
+    """A few rounds at full load, unrecorded."""
+    short = [Request(r.prompt_ids, WARM_UP_TOKENS, r.seed) for r in requests]
+    serve(session.target, session.proposer_of(plan), short, temperature, max_cache_gb=session.config.max_cache_gb)
+
+
+def _measure(session: Session, plan: Plan, requests: list[Request], key: tuple) -> Cell:
+    benchmark, temperature, _, level, run, digest = key
+    memory = PeakMemory(session.target.device)
+    proposer = session.proposer_of(plan)
+    memory.reset()
+    served = serve(session.target, proposer, requests, temperature, level, session.config.max_cache_gb)
+    taus = [statistics.fmean(r.accepted + 1 for r in a.rounds) for a in served.answers if a.rounds]
+    stops = [a.stop for a in served.answers]
+    return Cell(
+        benchmark=benchmark,
+        temperature=temperature,
+        plan=plan,
+        concurrency=level,
+        run=run,
+        prompts=digest,
+        requests=len(requests),
+        tokens=served.tokens,
+        seconds=served.seconds,
+        prefill_seconds=served.prefill_seconds,
+        rounds=served.rounds,
+        request_rounds=served.request_rounds,
+        tau=statistics.fmean(taus) if taus else None,
+        nodes=sum(r.proposed for a in served.answers for r in a.rounds),
+        ms_per_round=_ms_per_round(served),
+        stopped={stop: stops.count(stop) for stop in sorted(set(stops))},
+        kv_cache_gb=served.cache_bytes / 1e9,
+        peak_memory_gb=memory.read(),
+    )
+
+
+def _ms_per_round(served: Served) -> dict[str, float]:
+    return {name: 1e3 * seconds / max(1, served.rounds) for name, seconds in served.part_seconds.items()}
+
+
+def _digest(requests: Sequence[Request]) -> str:
+    return hashlib.sha256(json.dumps([asdict(r) for r in requests]).encode()).hexdigest()[:12]
+
+
+def concurrency_rows(cells: Sequence[Cell], names: dict[str, str]) -> list[dict]:
+    """The rows `concurrency` of results.json: runs of one cell joined, speed-up against AR at the same concurrency.
+
+    Args:
+        names: label of each plan id.
+    """
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.benchmark, cell.temperature, cell.concurrency, cell.plan.id), []).append(cell)
+    rows = []
+    for (benchmark, temperature, level, plan), own in groups.items():
+        ar = groups.get((benchmark, temperature, level, AR), [])
+        rows.append({**plan_fields(own[0].plan, names[plan]), **_row(own, ar)})
+    return rows
+
+
+def _row(own: list[Cell], ar: list[Cell]) -> dict:
+    tokens, seconds, prefill = (sum(getattr(c, name) for c in own) for name in ("tokens", "seconds", "prefill_seconds"))
+    rounds, request_rounds = sum(c.rounds for c in own), sum(c.request_rounds for c in own)
+    taus = [c.tau for c in own if c.tau is not None]
+    first_tokens = sum(c.requests for c in own)
+    memory = [c.peak_memory_gb for c in own if c.peak_memory_gb is not None]
+    ratios = [_speed(a) / _speed(b) for a, b in zip(own, ar, strict=False)]
+    return {
+        "benchmark": own[0].benchmark,
+        "temperature": own[0].temperature,
+        "concurrency": own[0].concurrency,
+        "runs": len(own),
+        "requests": own[0].requests,
+        "tokens": tokens,
+        "seconds": seconds,
+        "prefill_seconds": prefill,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_second_after_prefill": (tokens - first_tokens) / (seconds - prefill) if seconds > prefill else None,
+        "speedup": tokens / seconds / _speed_of(ar) if ar else None,
+        "speedup_interval": [min(ratios), max(ratios)] if len(ratios) > 1 else None,
+        "tau_mean": statistics.fmean(taus) if taus else None,
+        "nodes_per_round": sum(c.nodes for c in own) / request_rounds if request_rounds else None,
+        "live_requests": request_rounds / rounds if rounds else None,
+        "ms_per_round": {
+            name: sum(c.ms_per_round[name] * c.rounds for c in own) / rounds if rounds else 0.0 for name in PARTS
+        },
+        "kv_cache_gb": max(c.kv_cache_gb for c in own),
+        "peak_memory_gb": max(memory) if memory else None,
+    }
+
+
+def _speed(cell: Cell) -> float:
+    return cell.tokens / cell.seconds
+
+
+def _speed_of(cells: list[Cell]) -> float:
+    return sum(c.tokens for c in cells) / sum(c.seconds for c in cells)
