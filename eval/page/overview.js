@@ -102,7 +102,7 @@ function mainTable(results, temperature) {
     figureColumn("speed-up", benchmark, (plan) => cell(plan.plan, benchmark), "speedup", "×"),
   ];
   const columns = [{ label: "method", value: (plan) => plan.label }];
-  const names = averages.length && benchmarks.length > 1 ? [...benchmarks, AVERAGE] : benchmarks;
+  const names = averages.length && benchmarks.length > 1 ? [AVERAGE, ...benchmarks] : benchmarks;
   const plans = results.plans.filter((plan) => rows.some((row) => row.plan === plan.plan));
   return sortableTable(`Temperature ${temperature}`, columns.concat(names.flatMap(pair)), plans);
 }
