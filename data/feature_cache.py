@@ -25,11 +25,12 @@ FOLDER = "cache"
 _SHARD_BYTES = 256 * 2**20
 
 
-def cache_settings(target: Target, target_path: str, tap_ids: Sequence[int]) -> dict:
+def cache_settings(target: Target, target_path: str, tap_ids: Sequence[int], quantization: str = "none") -> dict:
     """What features depend on: a cache made under other settings is refused."""
     tokenizer = target.tokenizer
     template = template_fingerprint(tokenizer) if getattr(tokenizer, "chat_template", None) else None
-    return {"tap_ids": list(tap_ids), "target_identity": target_identity(target_path), "template": template}
+    identity = target_identity(target_path)
+    return {"tap_ids": list(tap_ids), "target_identity": identity, "template": template, "quantization": quantization}
 
 
 def capture(

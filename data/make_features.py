@@ -45,7 +45,7 @@ def make_features(config: RunConfig) -> None:
         device = f"{device}:{os.environ.get('LOCAL_RANK', 0)}"
     dtype = choose_dtype(config.dtype, device)
     target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
-    settings = cache_settings(target, path, resolve_taps(config, target.num_layers))
+    settings = cache_settings(target, path, resolve_taps(config, target.num_layers), config.quantization)
     check_origin(manifest, settings, config.path("answers"))
     folder = config.path(FOLDER)
     cache = FeatureCache(folder, settings, config.max_row_length)

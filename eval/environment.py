@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -49,14 +50,20 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str | None:
     """The project's commit, with `-dirty` when tracked files differ from it; None outside a clone."""
-    root = Path(__file__).resolve().parents[1]
+    commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    return commit and commit + ("-dirty" if changed else "")
 
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
 
+def git_diff() -> str | None:
+    """A hash of what tracked files differ in from the commit; None when they do not, or outside a clone."""
+    difference = _git("diff", "HEAD")
+    return hashlib.sha256(difference.encode()).hexdigest()[:16] if difference else None
+
+
+def _git(*words: str) -> str | None:
+    root = str(Path(__file__).resolve().parents[1])
     try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+        result = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return result.stdout.strip()

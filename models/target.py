@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -249,7 +250,7 @@ def _one_line(path: str):
     # explains each in a paragraph.
     try:
         yield
-    except (OSError, ImportError, ValueError) as error:
+    except (OSError, ImportError, ValueError, SafetensorError) as error:
         raise ValueError(f"target: cannot load {path}: {str(error).strip().splitlines()[0]}") from error
 
 
@@ -305,6 +306,18 @@ def load_target(
     target = Target(model if quantization != "none" else model.to(device), tokenizer, path)
     target.check()
     return target
+
+
+def outline_target(path: str, dtype: torch.dtype, trust_remote_code: bool = False) -> Target:
+    """A target without its weights, on torch's meta device: every size at no cost. Raises as `load_target` does."""
+    source, kwargs = _source(path)
+    common = {"trust_remote_code": trust_remote_code, **kwargs}
+    with _one_line(path):
+        config = AutoConfig.from_pretrained(source, **common)
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    refuse_unsupported(config.get_text_config())
+    with torch.device("meta"):
+        return Target(AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer, path)
 
 
 def convert_gguf(gguf: str, output: str) -> None:

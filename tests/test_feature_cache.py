@@ -1,4 +1,4 @@
-"""The stage `features` and the three sources of hidden states: what is stored, resumed, refused, and the same losses."""
+"""The stage `features` and the sources of hidden states: what is stored, resumed, refused, and the same losses."""
 
 import json
 from pathlib import Path

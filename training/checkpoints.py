@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,14 +12,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers.trainer_utils import get_last_checkpoint
 
 from data.answers import target_identity
-from data.settings import RunConfig
+from data.settings import RunConfig, StageError
 from training.arguments import zero_stage
 
 # Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`: nothing resumes it.
 UNFINISHED = "unfinished"
+_TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "unexpected pos")
 BEST = "best"
 RUN_FILE = "run.json"
 PROVENANCE = "provenance.json"
@@ -28,7 +31,7 @@ OURS = (
     "target seed block_size mask_token_id num_draft_layers shift_label head head_rank gru_hidden_dim "
     "pure_draft_prefix_len draft_vocab_size init_from_target anchors_per_row loss_gamma lambda_start lambda_end "
     "lambda_horizon ce_weight kl_weight tv_weight enable_confidence_head confidence_head_with_markov confidence_weight "
-    "confidence_detach position_weights dpace_alpha max_row_length"
+    "confidence_detach position_weights dpace_alpha max_row_length packing"
 ).split()
 # Said only when part of a drafter is trained, so that runs from before these options existed can be resumed.
 PARTIAL = "trainable lora_rank lora_alpha lora_dropout lora_targets".split()
@@ -50,6 +53,24 @@ def publish(source: str, destination: str) -> None:
         shutil.rmtree(old)
     else:
         os.rename(source, destination)
+
+
+@contextlib.contextmanager
+def saving(folder: str, step: int):
+    """Around a save: a refused write (full disk, quota) becomes one line, and what was half written is removed.
+
+    Raises StageError. Only the unfinished save is lost.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # torch.save has no class of its own for a failed write.
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in _TORCH_WRITER):
+            raise
+        shutil.rmtree(os.path.join(folder, UNFINISHED), ignore_errors=True)
+        newest = newest_checkpoint(folder)
+        left = f"the run continues from {newest}" if newest else "the run starts anew, there is no earlier checkpoint"
+        raise StageError(f"checkpoint {step} could not be saved ({str(error).splitlines()[0]}); {left}") from error
 
 
 def point_to_best(folder: str, checkpoint: str) -> None:

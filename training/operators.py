@@ -3,14 +3,38 @@
 launch.sh calls it while setting up, so that no training start has to wait for a compiler.
 """
 
+import logging
 import os
+import time
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+NAME = "deepspeed_shm_comm"
+STALE_SECONDS = 300  # a build takes one minute on a slow core
 
 
 def build() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder  # chooses its accelerator when it is imported
 
+    drop_stale_lock()
     ShareMemCommBuilder().load(verbose=False)
+
+
+def drop_stale_lock() -> None:
+    """Removes the mark of a build that was killed: torch would wait for its end for ever, without a word."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in root.glob(f"**/{NAME}/lock"):
+        try:
+            age = time.time() - lock.stat().st_mtime
+            if age > STALE_SECONDS:
+                lock.unlink()
+                log.warning("removed %s, which a killed build left %.0f minutes ago", lock, age / 60)
+        except FileNotFoundError:  # its owner, or another rank, was faster
+            continue
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from data.feature_cache import cache_settings
 from data.features import resolve_taps
 from data.fetch_target import resolve_target
 from data.settings import RunConfig
-from models.checkpoint import Drafter, check_same_spec, read_config
+from models.checkpoint import Drafter
 from models.configuration import DrafterSpec, build_drafter_config
 from models.fitting import check_mask_token
 from models.target import Target, choose_dtype, load_target
@@ -30,13 +30,12 @@ from training.arguments import check_training_options, rank_device, set_threads,
 from training.attention import KERNELS, choose_attention
 from training.checkpoints import (
     PROVENANCE,
-    RUN_FILE,
     STATE,
     check_same_run,
-    newest_checkpoint,
     read_json,
     semantic_options,
 )
+from training.resume import find_resume, operational_options
 from training.rows import PackedRows, TrainingRows, TrainingSet
 from training.sources import open_source
 from training.vocabulary import choose_draft_ids, coverage
@@ -53,6 +52,7 @@ class TrainingPlan:
         arguments: parsed keys of TrainingArguments.
         resume: checkpoint folder to continue from, or None.
         semantic: options that a resume must share.
+        operational: the other options, which a resume may change.
         coverage: share of answer tokens that the draft vocabulary holds.
         agreement: share of sampled answer tokens that are the target's own argmax.
         start: checkpoint whose weights the drafter starts from, or None.
@@ -67,6 +67,7 @@ class TrainingPlan:
     draft_ids: Tensor | None
     resume: str | None
     semantic: dict[str, Any]
+    operational: dict[str, Any]
     coverage: float
     agreement: float
     start: Drafter | None = None
@@ -74,22 +75,13 @@ class TrainingPlan:
 
 def prepare(config: RunConfig) -> TrainingPlan | None:
     """Checks everything and loads target and rows; None when the run is finished already. Raises ValueError."""
-    disable_progress_bar()  # transformers' own bars, for loading and saving; the training bar is ours
-    rank, world_size, local_ranks = world()
-    device = rank_device(config.device)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" else "cuda")
-    set_threads(device, local_ranks)
-    if device == "cpu":
-        check_compiler()
-    arguments = check_training_options(config, device)
-    kernel = choose_attention(config.attention, device)
-    spread_batch(arguments, config.global_batch_size, world_size)
-    _check_output(config)
+    rank, world_size, _ = world()
+    arguments, device = begin(config)
     path = resolve_target(config)
     rows, manifest = read_answers(config.path("answers"))
     dtype = choose_dtype(config.dtype, device)
-    target = load_target(path, dtype, device, config.trust_remote_code)
-    needed = cache_settings(target, path, resolve_taps(config, target.num_layers))
+    target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
+    needed = cache_settings(target, path, resolve_taps(config, target.num_layers), config.quantization)
     check_origin(manifest, needed, config.path("answers"))
     start = read_start(config, target)
     draft_ids, spec = build_spec(config, target, rows)
@@ -99,24 +91,16 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     if finished := read_json(config.path("drafter", PROVENANCE)):
         check_same_run(finished["semantic"], semantic, config.path("drafter"), ignored=STATE)
         return None
-    resume = find_resume(config, arguments, semantic, spec)
+    operational = operational_options(config, arguments, semantic)
+    resume = find_resume(config, arguments, semantic, operational, spec)
+    fresh = build_drafter_config(target.config, spec, config.num_draft_layers)
+    drafter_config = fresh if start is None else start_config(start, spec)
+    drafter_config._attn_implementation = choose_attention(config.attention, device)
     needed["tap_ids"] = list(spec.target_layer_ids)
-    data = build_data(config, rows, needed, target, kernel == KERNELS["flex"])
+    data = build_data(config, rows, needed, target, drafter_config._attn_implementation == KERNELS["flex"])
     if len(data) < world_size:
         raise ValueError(f"{len(data)} rows with anchors are fewer than the {world_size} ranks")
-    covered, agreement = coverage(rows, draft_ids, target.vocab_size), label_agreement(target, data.documents)
-    if rank == 0:
-        print(
-            f"train: {len(data)} rows ({data.skipped} skipped), draft vocabulary covers {covered:.2%} of the answers, "
-            f"{agreement:.1%} of sampled labels are the target's argmax"
-        )
-        if agreement < 0.8:
-            log.warning("%.0f %% agreement is low: are these the target's own answers?", 100 * agreement)
-    drafter_config = build_drafter_config(target.config, spec, config.num_draft_layers)
-    if start is not None:
-        drafter_config = start_config(start, spec)
-    drafter_config._attn_implementation = kernel
-    return TrainingPlan(
+    plan = TrainingPlan(
         config=config,
         arguments=arguments,
         target=target,
@@ -126,10 +110,42 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
         draft_ids=draft_ids,
         resume=resume,
         semantic=semantic,
-        coverage=covered,
-        agreement=agreement,
+        operational=operational,
+        coverage=coverage(rows, draft_ids, target.vocab_size),
+        agreement=label_agreement(target, data),
         start=start,
     )
+    if rank == 0:
+        _introduce(plan)
+    return plan
+
+
+def begin(config: RunConfig) -> tuple[argparse.Namespace, str]:
+    """Parsed training keys and device of this rank, with its threads set. Raises ValueError."""
+    disable_progress_bar()  # transformers' own bars, for loading and saving; the training bar is ours
+    _, world_size, local_ranks = world()
+    device = rank_device(config.device)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" else "cuda")
+    set_threads(device, local_ranks)
+    if device == "cpu":
+        check_compiler()
+    arguments = check_training_options(config, device)
+    choose_attention(config.attention, device)
+    spread_batch(arguments, config.global_batch_size, world_size)
+    _check_output(config)
+    return arguments, device
+
+
+def _introduce(plan: TrainingPlan) -> None:
+    data = plan.data
+    packed = f" in {len(data)} packed rows" if data is not data.documents else ""
+    print(
+        f"train: {len(data.documents)} conversations{packed} ({data.skipped} skipped), features {data.source.name}, "
+        f"draft vocabulary covers {plan.coverage:.2%} of the answers, "
+        f"{plan.agreement:.1%} of sampled labels are the target's argmax"
+    )
+    if plan.agreement < 0.8:
+        log.warning("%.0f %% agreement is low: are these the target's own answers?", 100 * plan.agreement)
 
 
 def build_spec(config: RunConfig, target: Target, rows: list[AnswerRow]) -> tuple[Tensor | None, DrafterSpec]:
@@ -175,30 +191,6 @@ def build_data(config: RunConfig, rows: list[AnswerRow], needed: dict, target: T
     return PackedRows(documents) if config.packing else documents
 
 
-def find_resume(
-    config: RunConfig, arguments: argparse.Namespace, semantic: dict[str, Any], spec: DrafterSpec
-) -> str | None:
-    """The checkpoint to continue from: `resume_from_checkpoint`, else the run's newest. Raises ValueError."""
-    wanted, folder = arguments.resume_from_checkpoint, config.path("checkpoints")
-    arguments.resume_from_checkpoint = None
-    newest = newest_checkpoint(folder)
-    automatic = wanted is None or str(wanted).lower() == "true"
-    if str(wanted).lower() == "false" and newest:
-        raise ValueError(f"resume_from_checkpoint is false, but {folder} holds {newest}: choose another --run_dir")
-    if wanted is not None and automatic and not newest:
-        raise ValueError(f"resume_from_checkpoint is true, but {folder} holds no checkpoint")
-    checkpoint = newest if automatic else wanted if str(wanted).lower() != "false" else None
-    if checkpoint is None:
-        return None
-    if not os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
-        raise ValueError(f"resume_from_checkpoint: {checkpoint} is not a checkpoint of this trainer")
-    stored = read_json(Path(checkpoint).parent / RUN_FILE)
-    if stored is not None:
-        check_same_run(stored, semantic, checkpoint)
-    check_same_spec(DrafterSpec.from_config(read_config(checkpoint)), spec, f"cannot resume {checkpoint}")
-    return checkpoint
-
-
 def _check_output(config: RunConfig) -> None:
     path = Path(config.run_dir).absolute()
     for parent in [path, *path.parents]:
@@ -210,17 +202,18 @@ def _check_output(config: RunConfig) -> None:
             return
 
 
-def sample_tokens(data: TrainingRows, device: torch.device, rows: int = 8) -> Tensor:
+def sample_tokens(data: TrainingSet, device: torch.device, rows: int = 8) -> Tensor:
     """Tokens [R, S] of the first few rows, cut to the shortest of them, so that nothing is padding."""
+    data = data.documents
     tokens = [data[i].tokens_S for i in range(min(rows, len(data)))]
     length = min(len(t) for t in tokens)
     return torch.stack([t[:length] for t in tokens]).to(device)
 
 
-def label_agreement(target: Target, data: TrainingRows, rows: int = 4) -> float:
+def label_agreement(target: Target, data: TrainingSet, rows: int = 4) -> float:
     """Share of answer tokens of a few rows that are the target's own argmax (TRAPS 31: text that the target did not
     write trains a drafter for another model)."""
-    hits = total = 0
+    hits, total, data = 0, 0, data.documents
     for index in range(min(rows, len(data))):
         sample = data[index]
         logits = target.forward(sample.tokens_S[None].to(target.device), (0,)).logits

@@ -11,7 +11,7 @@ import torch
 from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from eval.environment import git_commit, hardware, versions
+from eval.environment import git_commit, git_diff, hardware, versions
 from models.checkpoint import DRAFT_VOCABULARY
 from models.drafter import DFlashDraftModel
 from models.formats.folder import WEIGHTS
@@ -20,6 +20,7 @@ from training.checkpoints import PROVENANCE, RUN_FILE, UNFINISHED, publish, writ
 from training.evaluation import EvaluateAtEnd, TrainingEvaluation
 from training.initialise import initialise_from_target, zero_correction
 from training.metrics import peak_memory
+from training.operators import drop_stale_lock
 from training.plan import TrainingPlan, sample_tokens
 from training.progress import Progress
 from training.tracking import Tracking, prepare_wandb
@@ -32,6 +33,7 @@ def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
 
     Raises ValueError for options that do not fit together.
     """
+    drop_stale_lock()
     arguments = TrainingArguments(**vars(plan.arguments))
     first = arguments.process_index == 0
     model = build_model(plan, fresh=plan.resume is None)
@@ -52,12 +54,13 @@ def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
         evaluation=evaluation,
         callbacks=callbacks,
     )
+    trainer.provenance = described(plan)
     trainer.remove_callback(PrinterCallback)  # the bar and the log file show the same
     if first:
         folder = Path(arguments.output_dir)
         shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # what a killed save left
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RUN_FILE, plan.semantic)
+        write_json(folder / RUN_FILE, {"semantic": plan.semantic, "operational": plan.operational})
     trainer.accelerator.wait_for_everyone()
     return trainer, progress
 
@@ -171,5 +174,6 @@ def described(plan: TrainingPlan) -> dict:
         "semantic": plan.semantic,
         "spec": asdict(plan.spec),
         "git_commit": git_commit(),
+        "git_diff": git_diff(),
         "versions": versions(),
     }

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, sys.path starts at training/
 
-from data.settings import parse_arguments  # noqa: E402
+from data.settings import StageError, parse_arguments  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -33,6 +33,11 @@ def main(argv: list[str]) -> int:
         with contextlib.nullcontext() if rank == 0 else _into(said):
             config = parse_arguments("train", argv, default=None)
             # Imported late: transformers costs seconds that usage and --help should not.
+            if config.dry_run:
+                from training.dry_run import describe_run
+
+                print(describe_run(config)) if rank == 0 else None
+                return 0
             from training.plan import prepare
 
             plan = prepare(config)
@@ -42,6 +47,8 @@ def main(argv: list[str]) -> int:
         return _mistake(said.getvalue().removeprefix("train: "), rank)
     except ValueError as error:
         return _mistake(str(error), rank)
+    except (OSError, StageError) as error:
+        return _failure(error, rank)
     if plan is None:
         print(f"train: {config.path('drafter')} is finished already") if rank == 0 else None
         return 0
@@ -64,6 +71,8 @@ def _train(plan, rank: int) -> int:
     except NonFiniteLoss as error:  # all ranks stop together
         print(f"train: {error}", file=sys.stderr, flush=True) if rank == 0 else None
         return 1
+    except (OSError, StageError) as error:  # a full disk, of this rank perhaps alone; the launcher ends the others
+        return _failure(error, rank)
     return 0
 
 
@@ -75,6 +84,13 @@ def _check(plan, rank: int) -> int:
         return 0 if overfit_check(plan) else 1
     except ValueError as error:
         return _mistake(str(error), rank)
+
+
+def _failure(error: Exception, rank: int) -> int:
+    """Prints what the system refused as one line, and returns its exit code."""
+    where = f"train (rank {rank})" if rank else "train"
+    print(f"{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return 1
 
 
 def _mistake(message: str, rank: int) -> int:

@@ -19,7 +19,7 @@ from data.settings import RunConfig
 from models.checkpoint import save_draft_ids
 from models.target import Target
 from training.adapters import full_weights, lora_layers, save_adapter
-from training.checkpoints import UNFINISHED, point_to_best, publish
+from training.checkpoints import PROVENANCE, UNFINISHED, point_to_best, publish, saving, write_json
 from training.evaluation import TrainingEvaluation
 from training.forward import block_loss
 from training.metrics import Window
@@ -64,6 +64,7 @@ class DrafterTrainer(Trainer):
         self.objective = Objective(target, device_ids, config.loss_chunk, Terms.of(config))
         self.window = Window()
         self._finite: list[tuple[list[str], Tensor]] = []
+        self.provenance: dict = {}  # what each checkpoint says about its origin
         self._staging = False
 
     # ---- loss ----
@@ -167,7 +168,7 @@ class DrafterTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         """Writes into an unfinished folder and renames it, so that a kill at any time leaves whole checkpoints only."""
-        with self.window.timed("away"):
+        with self.window.timed("away"), saving(self.args.output_dir, self.state.global_step):
             self._staging = True
             super()._save_checkpoint(model, trial)
             self._staging = False
@@ -186,6 +187,7 @@ class DrafterTrainer(Trainer):
             # transformers wrote the path as it was before the rename.
             self.state.best_model_checkpoint = best
             self.state.save_to_json(os.path.join(staged, TRAINER_STATE_NAME))
+        write_json(os.path.join(staged, PROVENANCE), self.provenance | {"step": self.state.global_step})
         publish(staged, os.path.join(folder, name))
         if best:
             point_to_best(folder, best)

@@ -1,0 +1,171 @@
+"""`--dry_run`: what a training run will need, from sizes alone. Nothing is loaded, written or started.
+
+Parameters, memory of a rank under each ZeRO stage, disk, tokens and steps. Memory counts what is known before: weights,
+gradients, optimizer, target, and the loss's logits; activations come on top (`bash launch.sh bench --training` measures
+them).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from data.answers import AnswerRow, read_answers
+from data.features import resolve_taps
+from data.fetch_target import resolve_target
+from data.settings import RunConfig
+from models.configuration import build_drafter_config
+from models.drafter import DFlashDraftModel
+from models.target import Target, choose_dtype, outline_target
+from training.adapters import choose_trainable, head_names
+from training.arguments import world, zero_stage
+from training.objective import Objective
+from training.plan import begin, build_spec
+from training.rows import PackedRows, TrainingRows, TrainingSet
+
+_BYTES_OF_A_TOKEN = 7  # of JSON, in answers.jsonl
+
+
+def describe_run(config: RunConfig) -> str:
+    """The text. Raises ValueError for a user's mistake, as a real start does."""
+    arguments, device = begin(config)
+    dtype = choose_dtype(config.dtype, device)
+    target = outline_target(resolve_target(config), dtype, config.trust_remote_code)
+    rows = _rows(config)
+    _, spec = build_spec(config, target, rows)
+    with torch.device("meta"):
+        drafter = DFlashDraftModel(build_drafter_config(target.config, spec, config.num_draft_layers))
+        choose_trainable(drafter, config)
+    sections = (
+        ("parameters", _parameters(drafter, target)),
+        ("memory of a rank", _memory(drafter, target, config, world()[1], zero_stage(arguments.deepspeed))),
+        ("disk", _disk(drafter, target, config, rows, arguments.save_total_limit)),
+        ("work", _work(config, rows, arguments, world()[1])),
+    )
+    lines = [f"dry run of {config.run_dir}: nothing is loaded or written"]
+    for title, entries in sections:
+        lines += [f"{title}:", *(f"  {name:34} {value}" for name, value in entries.items())]
+    return "\n".join(lines)
+
+
+def _rows(config: RunConfig) -> list[AnswerRow]:
+    """The answers, [] before there are any."""
+    if not os.path.isdir(config.path("answers")):
+        return []
+    return read_answers(config.path("answers"))[0]
+
+
+def _parameters(drafter: DFlashDraftModel, target: Target) -> dict[str, str]:
+    heads, count = head_names(drafter), {"layers": 0, "context and norms": 0, "heads": 0}
+    for name, parameter in drafter.named_parameters():
+        part = "heads" if name in heads else "layers" if name.startswith("layers.") else "context and norms"
+        count[part] += parameter.numel()
+    named = {f"drafter, {part}": f"{number:,}" for part, number in count.items()}
+    trainable = _count(drafter, trainable=True)
+    return named | {
+        "drafter": f"{_count(drafter):,}, {trainable:,} of them trained",
+        "target, frozen": f"{_count(target.model):,}",
+    }
+
+
+def _memory(drafter: nn.Module, target: Target, config: RunConfig, ranks: int, chosen: int) -> dict[str, str]:
+    size, entries = torch.finfo(target.dtype).bits // 8, {}
+    held = _count(target.model) * size
+    for stage in (0, 1, 2, 3):
+        mark = ", this run" if stage == chosen else ""
+        state = state_bytes(_count(drafter), _count(drafter, trainable=True), size, ranks, stage)
+        entries[f"ZeRO-{stage} on {ranks} ranks{mark}"] = (
+            f"{_gib(state)} drafter + {_gib(held)} target = {_gib(state + held)}"
+        )
+    chunk = Objective(target, None, config.loss_chunk).chunk
+    vocabulary = config.draft_vocab_size or target.vocab_size
+    entries["the loss's logits, fp32"] = (
+        f"{_gib(chunk * vocabulary * 4)} an array ({chunk} slots x {vocabulary} tokens)"
+    )
+    return entries
+
+
+def state_bytes(parameters: int, trained: int, size: int, ranks: int, stage: int) -> int:
+    """Weights, gradients and AdamW's fp32 state of one rank.
+
+    ZeRO keeps fp32 masters of what is trained (also beside fp32 weights, from stage 1 on) and two moments; it divides
+    this state by the ranks from stage 1, gradients from stage 2, weights from stage 3.
+
+    Args:
+        size: bytes of a weight.
+    """
+    weights, gradients = parameters * size, trained * size
+    optimizer = trained * (8 if size == 4 and stage == 0 else 12)
+    return math.ceil(
+        weights / (ranks if stage >= 3 else 1)
+        + gradients / (ranks if stage >= 2 else 1)
+        + optimizer / (ranks if stage >= 1 else 1)
+    )
+
+
+def _disk(
+    drafter: nn.Module, target: Target, config: RunConfig, rows: list[AnswerRow], kept: int | None
+) -> dict[str, str]:
+    width, taps = target.config.hidden_size, len(resolve_taps(config, target.num_layers))
+    tokens, about = sum(map(_length, rows)), ""
+    if not rows:
+        tokens, about = config.num_prompts * (config.max_prompt_length + config.max_answer_length), "at most "
+    size = torch.finfo(target.dtype).bits // 8
+    checkpoint = 2 * _count(drafter) * size + _count(drafter, trainable=True) * 12
+    number = "all of them" if kept is None else f"{kept + 1} at once"
+    return {
+        "answers": about + _gb(tokens * _BYTES_OF_A_TOKEN),
+        "taps beside the answers": about
+        + _gb(tokens * taps * width * 2)
+        + ("" if config.keep_features else " (not kept)"),
+        "feature cache (features, hybrid)": about + _gb(tokens * (taps + 1) * width * 2),
+        "a checkpoint": f"{_gb(checkpoint)}, kept: {number}",
+        "free in the run's folder": _gb(_free(config.run_dir)),
+    }
+
+
+def _work(config: RunConfig, rows: list[AnswerRow], arguments, ranks: int) -> dict[str, str]:
+    per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
+    work = {"rows of a step": f"{per_step} = {arguments.per_device_train_batch_size} x "
+            f"{arguments.gradient_accumulation_steps} accumulated x {ranks} ranks"}  # fmt: skip
+    if not rows:
+        return work | {"tokens and steps": "unknown before there are answers (bash launch.sh regenerate CONFIG)"}
+    documents = TrainingRows(rows, config.max_row_length, config.anchors_per_row, config.seed)
+    data: TrainingSet = PackedRows(documents) if config.packing else documents
+    steps = math.ceil(len(data) / per_step)
+    total = arguments.max_steps if arguments.max_steps > 0 else math.ceil(steps * arguments.num_train_epochs)
+    context = sum(map(documents.length, range(len(documents)))) / len(data)
+    anchors = sum(documents.anchor_counts) / len(data)
+    return work | {
+        "rows": f"{len(data)} of {len(documents)} conversations, {data.skipped} skipped",
+        "context tokens of a step": f"{per_step * context:,.0f}",
+        "block slots of a step": f"{per_step * anchors * config.block_size:,.0f} ({per_step * anchors:,.0f} anchors)",
+        "steps": f"{total}, {steps} an epoch, {total / steps:.2f} epochs",
+    }
+
+
+def _count(model: nn.Module, trainable: bool = False) -> int:
+    # parameters() gives tied weights once.
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+
+
+def _length(row: AnswerRow) -> int:
+    return len(row.prompt_ids) + len(row.answer_ids)
+
+
+def _free(folder: str) -> int:
+    place = Path(folder).absolute()
+    status = os.statvfs(next(path for path in (place, *place.parents) if path.is_dir()))
+    return status.f_bavail * status.f_frsize
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"

@@ -1,0 +1,93 @@
+"""Which checkpoint a run continues from, and what may have changed since it was written.
+
+Options that decide what is learned must be equal: a difference is refused by name. Options that only decide how it is
+computed may change, and are said in one line. Another number of ranks or another ZeRO stage needs DeepSpeed's universal
+form of the checkpoint (training/universal.py): weights, moments and data position are kept, but not bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from data.settings import RunConfig
+from models.checkpoint import check_same_spec, read_config
+from models.configuration import DrafterSpec
+from training.arguments import world
+from training.checkpoints import RUN_FILE, check_same_run, newest_checkpoint, read_json
+from training.universal import wants_universal
+
+# Layout of ZeRO's state in a checkpoint; bf16 is not here: fp32 masters cannot be made out of nothing.
+LAYOUT = ("world_size", "zero_stage")
+# What a single start asks for and no later one inherits.
+_OF_A_START = ("dry_run", "overfit_check")
+
+
+def find_resume(
+    config: RunConfig,
+    arguments: argparse.Namespace,
+    semantic: dict[str, Any],
+    operational: dict[str, Any],
+    spec: DrafterSpec,
+) -> str | None:
+    """The checkpoint to continue from: `resume_from_checkpoint`, else the run's newest. Raises ValueError.
+
+    Says on the first rank which operational options have changed. `arguments.deepspeed` becomes a dictionary that reads
+    universal checkpoints where one is needed.
+    """
+    checkpoint = _named(config, arguments)
+    if checkpoint is None:
+        return None
+    if not os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
+        raise ValueError(f"resume_from_checkpoint: {checkpoint} is not a checkpoint of this trainer")
+    stored = read_json(Path(checkpoint).parent / RUN_FILE) or {}
+    then, said = stored.get("semantic", stored), []
+    if then:
+        check_same_run(then, semantic, checkpoint, ignored=LAYOUT)
+        layout = [f"{name} {then[name]} -> {semantic[name]}" for name in LAYOUT if then[name] != semantic[name]]
+        if layout:
+            arguments.deepspeed = wants_universal(checkpoint, arguments.deepspeed, ", ".join(layout))
+            said.append(
+                f"{', '.join(layout)} through DeepSpeed's universal form, which is not bit for bit the same run"
+            )
+    check_same_spec(DrafterSpec.from_config(read_config(checkpoint)), spec, f"cannot resume {checkpoint}")
+    said += changes(stored.get("operational", {}), operational)
+    if said and world()[0] == 0:
+        print(f"train: {checkpoint} continues with other settings: {'; '.join(said)}")
+    return checkpoint
+
+
+def _named(config: RunConfig, arguments: argparse.Namespace) -> str | None:
+    wanted, folder = arguments.resume_from_checkpoint, config.path("checkpoints")
+    arguments.resume_from_checkpoint = None
+    newest = newest_checkpoint(folder)
+    automatic = wanted is None or str(wanted).lower() == "true"
+    if str(wanted).lower() == "false" and newest:
+        raise ValueError(f"resume_from_checkpoint is false, but {folder} holds {newest}: choose another --run_dir")
+    if wanted is not None and automatic and not newest:
+        raise ValueError(f"resume_from_checkpoint is true, but {folder} holds no checkpoint")
+    return newest if automatic else wanted if str(wanted).lower() != "false" else None
+
+
+def operational_options(config: RunConfig, arguments: argparse.Namespace, semantic: dict[str, Any]) -> dict[str, Any]:
+    """Everything of the stage that is not semantic, as plain JSON values: our options, and the keys of
+    TrainingArguments as given."""
+    ours = {f.name: getattr(config, f.name) for f in fields(config) if "train" in f.metadata.get("stages", ())}
+    options = ours | {key: getattr(arguments, key) for key in config.training}
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        options[key] = getattr(arguments, key)
+    left_out = {*semantic, *_OF_A_START, "num_taps", "global_batch_size", "deepspeed", "resume_from_checkpoint"}
+    kept = {key: value for key, value in options.items() if key not in left_out}
+    return json.loads(json.dumps(kept, default=str))
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`name was -> is` of each option that differs; nothing for a run that did not write them down."""
+    if not before:
+        return []
+    names = sorted({*before, *now})
+    return [f"{k} {before.get(k)} -> {now.get(k)}" for k in names if before.get(k) != now.get(k)]
