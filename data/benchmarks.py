@@ -1,9 +1,9 @@
 """The benchmarks of the published tables: where their prompts come from and how they are asked.
 
-Prompt forms, splits and sample counts are those of the public DFlash, DDTree and Domino harnesses (METHODS section 4): the user's turn
-only, no system prompt. A benchmark comes from the Hub through `datasets`, or from a JSONL file of {"turns": [...]}. The seed
-chooses the subset: prompts are ordered by a hash of seed and id, so that n prompts are the first n of any larger subset,
-whatever the order of the source.
+Prompt forms, splits and sample counts are those of the public DFlash, DDTree and Domino harnesses (METHODS section 4):
+the user's turn only, no system prompt. A benchmark comes from the Hub through `datasets`, or from a JSONL file of
+{"turns": [...]}. The seed chooses the subset: prompts are ordered by a hash of seed and id, so that n prompts are the
+first n of any larger subset, whatever the order of the source.
 """
 
 from __future__ import annotations

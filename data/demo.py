@@ -96,12 +96,12 @@ def _write_record(config: RunConfig, record: dict) -> None:
 
 
 def _print_results(config: RunConfig, record: dict, seconds: float) -> None:
-    print("\n" + Path(config.path("report.md")).read_text())
+    print("\n" + Path(config.path("summary.md")).read_text())
     print("stage       seconds   peak memory (one process)")
     for stage in STAGES:
         measured = record["stages"][stage]
         print(f"{stage:11} {measured['seconds']:7.1f}   {measured['peak_gb']:.2f} GB")
-    print(f"this run {seconds:.0f} seconds; everything is in {config.run_dir}")
+    print(f"this run {seconds:.0f} seconds; everything is in {config.run_dir}, all tables in report.md")
 
 
 if __name__ == "__main__":

@@ -51,17 +51,17 @@ def markdown(results: dict) -> str:
 
 _BOLD = "Bold: the 95 % interval excludes 0. The intervals are not corrected for the number of pairs.\n"
 _NEAR = (
-    "A near tie: both tokens lie within the rounding of the run's dtype of the highest logit. The gap is recomputed in a "
-    "plain forward.\n"
+    "A near tie: both tokens lie within the rounding of the run's dtype of the highest logit. The gap is recomputed in "
+    "a plain forward.\n"
 )
 
 
 def _legend() -> str:
     return (
-        "tau: tokens emitted a target forward, the bonus token included; mean over answers of the mean over rounds, the "
-        "last round untrimmed. Speed-up: seconds a token of autoregressive decoding in the same loop over the method's, "
-        "interleaved prompt by prompt in random order; the clock runs from the end of the target's prefill to the last "
-        "token, first draft inside. Intervals: 95 %, paired bootstrap over prompts.\n"
+        "tau: tokens emitted a target forward, the bonus token included; mean over answers of the mean over rounds, "
+        "the last round untrimmed. Speed-up: seconds a token of autoregressive decoding in the same loop over the "
+        "method's, interleaved prompt by prompt in random order; the clock runs from the end of the target's prefill "
+        "to the last token, first draft inside. Intervals: 95 %, paired bootstrap over prompts.\n"
     )
 
 

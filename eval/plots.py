@@ -66,7 +66,7 @@ def _file_name(benchmark: str, temperature: float) -> str:
 
 
 def _bounds(rows: list[dict], value: str, figure: str) -> list[list[float]]:
-    """Lengths of the error bars below and above. A percentile interval need not contain the estimate: never negative."""
+    """Lengths of the error bars below and above. An interval need not contain the estimate: never negative."""
     pairs = [(row[value] or 0.0, row[f"{figure}_interval"]) for row in rows]
     return [
         [max(0.0, v - bounds[0]) if bounds else 0.0 for v, bounds in pairs],

@@ -1,7 +1,7 @@
 """results.json from decoded answers. Its schema is docs/results.md.
 
-All figures of one benchmark and temperature are over the same answers for every plan (a section): an answer that one plan
-lacks is left out for all, and tau and speed are over the answers that have a round under every plan.
+All figures of one benchmark and temperature are over the same answers for every plan (a section): an answer that one
+plan lacks is left out for all, and tau and speed are over the answers that have a round under every plan.
 """
 
 from __future__ import annotations

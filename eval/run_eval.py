@@ -4,9 +4,9 @@
     bash launch.sh eval [CONFIG] --sweep_budget 8 16 32 64 128 --sweep_prompts 8
     deepspeed eval/run_eval.py [CONFIG] [--key value ...]   # all GPUs: prompts sharded, one rank writes the report
 
-Resumable: every decoded request is appended to RUN/eval/MARK/rank-N.jsonl, and a rerun decodes only what is missing; more
-prompts, benchmarks, temperatures or sweeps continue what is there. Results do not depend on the number of ranks: each
-request has its own random stream.
+Resumable: every decoded request is appended to RUN/eval/MARK/rank-N.jsonl, and a rerun decodes only what is missing;
+more prompts, benchmarks, temperatures or sweeps continue what is there. Results do not depend on the number of ranks:
+each request has its own random stream.
 """
 
 from __future__ import annotations

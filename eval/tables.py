@@ -1,7 +1,7 @@
 """The tables of a report, each a function of results.json; "" where nothing was measured for it.
 
-main: the seed's form, methods x benchmarks. mechanism: DARTree pruned against per-node serial. head_swap: a Markov head
-under DARTree without training. acceptance: by draft position. time_split, sweep: where a round's time goes, and what the
+main: the seed's form, methods x benchmarks. mechanism: DARTree pruned against per-node serial. head_swap: a Markov
+head under DARTree without training. acceptance: by draft position. time, sweep: where a round's time goes, and what the
 knobs do. throughput: with several requests at once. Rows are those of docs/results.md.
 """
 

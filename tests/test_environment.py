@@ -110,7 +110,7 @@ def staged(tmp_path, monkeypatch):
 
     def fake(command):
         run.calls.append(command[2:])
-        (tmp_path / "run" / "report.md").write_text("THE TABLE")
+        (tmp_path / "run" / "summary.md").write_text("THE TABLE")
         return run.codes.get(command[2], 0), 9.0 - len(run.calls) / 10, 1.5
 
     def run(*words):

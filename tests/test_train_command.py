@@ -10,6 +10,7 @@ import torch
 
 from data.answers import target_identity
 from data.settings import RunConfig, load_config
+from mistakes import mistake
 from tiny import EOS, MASK, PAD, VOCAB
 from training import train_drafter
 from training.arguments import check_training_options, set_threads, spread_batch, zero_stage
@@ -32,11 +33,9 @@ def made(tmp_path_factory):
 
 def fails(capsys, *argv) -> str:
     """Runs the command, expects exit code 2 and one line on stderr; returns the line."""
-    assert train_drafter.main([str(word) for word in argv]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train:")]
-    assert len(errors) == 1
+    line = mistake(capsys, train_drafter.main, "train", *argv)
     assert not torch.distributed.is_initialized()
-    return errors[0]
+    return line
 
 
 def test_no_config_is_usage(capsys):
