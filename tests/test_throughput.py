@@ -1,0 +1,147 @@
+"""Throughput against concurrency: what a cell counts, how runs are joined, resuming, and the stage as a whole."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from data.settings import load_config
+from eval import run_eval, throughput
+from eval.decoding.loop import Request, generate
+from eval.plans import main_plans
+from eval.records import Plan
+from eval.session import load_session
+from eval.throughput import Cell, concurrency_rows, measure_concurrency
+from models.target import load_target
+from tiny import MASK, tiny_drafter
+from tiny_tokenizer import save_tiny_target
+
+
+@pytest.fixture
+def run(tmp_path):
+    """(Config file, run folder) of a saved target, a saved drafter and a benchmark of five prompts."""
+    folder = save_tiny_target(tmp_path / "target")
+    tiny_drafter(load_target(folder, torch.float32)).model.save_pretrained(tmp_path / "run" / "drafter")
+    benchmark = tmp_path / "five.jsonl"
+    texts = ["what is a fox?", "count to ten.", "and a dog?", "what is ten?", "a fox and a dog?"]
+    benchmark.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+    options = dict(
+        run_dir=str(tmp_path / "run"),
+        target=folder,
+        device="cpu",
+        dtype="fp32",
+        mask_token_id=MASK,
+        prompts="builtin",
+        benchmarks=[str(benchmark)],
+        eval_prompts=2,
+        max_prompt_length=200,
+        max_new_tokens=8,
+        methods=["dartree_pruned"],
+        choose_budget=False,
+        trace_prompts=0,
+        budget=8,
+        width=3,
+        candidates=8,
+        concurrency=[1, 3],
+        concurrency_prompts=5,
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(options))
+    return str(config), tmp_path / "run"
+
+
+def cell(plan, concurrency, run, tokens, seconds, prefill=1.0, tau=2.0):
+    return Cell(
+        "b", 0.0, plan, concurrency, run, "digest", 4, tokens, seconds, prefill, 10, 20, tau, 60,
+        dict(draft=1.0, tree=2.0, verify=3.0, commit=0.5), {"length": 4}, 0.25, 1.5,
+    )  # fmt: skip
+
+
+def test_runs_are_joined_and_compared_with_ar_at_the_same_concurrency():
+    ar, tree = Plan("ar"), Plan("dartree_pruned", 8, 3, 8, -0.2)
+    cells = [
+        cell(ar, 1, 0, 40, 20.0), cell(ar, 4, 0, 40, 8.0), cell(ar, 4, 1, 40, 10.0),
+        cell(tree, 4, 0, 40, 4.0, tau=2.0), cell(tree, 4, 1, 44, 5.0, tau=3.0),
+    ]  # fmt: skip
+    rows = {(r["method"], r["concurrency"]): r for r in concurrency_rows(cells, {ar.id: "AR", tree.id: "tree"})}
+    row = rows["dartree_pruned", 4]
+    assert (row["label"], row["runs"], row["requests"], row["tokens"], row["seconds"]) == ("tree", 2, 4, 84, 9.0)
+    assert row["tokens_per_second"] == pytest.approx(84 / 9)
+    assert row["tokens_per_second_after_prefill"] == pytest.approx((84 - 8) / (9 - 2))
+    assert row["speedup"] == pytest.approx((84 / 9) / (80 / 18))
+    assert row["speedup_interval"] == pytest.approx([(40 / 4) / (40 / 8), (44 / 5) / (40 / 10)])
+    assert (row["tau_mean"], row["nodes_per_round"], row["live_requests"]) == (2.5, 3.0, 2.0)
+    assert row["ms_per_round"] == dict(draft=1.0, tree=2.0, verify=3.0, commit=0.5)
+    assert rows["ar", 1]["speedup"] == 1.0 and rows["ar", 1]["speedup_interval"] is None
+
+
+def test_cells_count_what_was_decoded_and_are_kept(run, monkeypatch, tmp_path):
+    path, folder = run
+    config = load_config(path)
+    session = load_session(config, str(folder / "drafter"))
+    plans = main_plans(config, session.drafter.spec, ["ar", "dartree_pruned"], None, 0.0)
+    cells = measure_concurrency(session, tmp_path, plans)
+    assert sorted((c.plan.method, c.concurrency) for c in cells) == [
+        ("ar", 1), ("ar", 3), ("dartree_pruned", 1), ("dartree_pruned", 3),
+    ]  # fmt: skip
+    _, prompts = throughput.concurrency_prompts(session)
+    ids = [session.usable_ids(p.turns, []) for p in prompts]
+    alone = [generate(session.target, session.proposer("ar"), [Request(i, 8)])[0] for i in ids]
+    rounds = sum(len(a.rounds) for a in alone)
+    for c in cells:
+        # fp32: the same text whatever the method and the concurrency, so the same tokens.
+        assert (c.requests, c.tokens) == (5, sum(len(a.tokens) for a in alone))
+        assert sum(c.stopped.values()) == 5 and 0 < c.prefill_seconds < c.seconds
+        if c.plan.method == "ar":
+            assert c.request_rounds == rounds and c.tau == 1.0 and c.nodes == 0
+            assert c.rounds == rounds if c.concurrency == 1 else rounds / 3 <= c.rounds < rounds
+    by_level = {c.concurrency: c.kv_cache_gb for c in cells if c.plan.method == "ar"}
+    assert by_level[3] == pytest.approx(3 * by_level[1])
+
+    # A killed run leaves half a line; only what it lacks is decoded again.
+    file = tmp_path / throughput.CELLS
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]) + lines[3][:20])
+    measured, original = [], throughput.serve
+
+    def spy(target, proposer, requests, *args, **kwargs):
+        measured.append(len(requests))
+        return original(target, proposer, requests, *args, **kwargs)
+
+    monkeypatch.setattr(throughput, "serve", spy)
+    again = measure_concurrency(session, tmp_path, plans)
+    assert len(measured) == 2  # warm-up and measurement of one cell
+    assert [c.key for c in again] == [c.key for c in cells]
+    assert len(file.read_text().splitlines()) == 4
+
+
+def test_the_stage_measures_every_policy_at_every_concurrency(run):
+    config, folder = run
+    words = ["--budget_policy", "fixed", "adaptive", "cost-aware", "--adaptive_budget", "1:8:3", "3:4:2"]
+    assert run_eval.main([config, *words]) == 0
+    results = json.loads((folder / "results.json").read_text())
+    rows = {(r["method"], r["policy"], r["concurrency"]): r for r in results["concurrency"]}
+    assert set(rows) == {
+        (method, policy, level)
+        for method, policy in (("ar", "fixed"), *(("dartree_pruned", p) for p in ("fixed", "adaptive", "cost-aware")))
+        for level in (1, 3)
+    }
+    assert len({r["tokens"] for r in rows.values()}) == 1
+    assert rows["dartree_pruned", "adaptive", 1]["nodes_per_round"] == 8.0
+    assert 4.0 <= rows["dartree_pruned", "adaptive", 3]["nodes_per_round"] < 8.0
+    assert {r["requests"] for r in rows.values()} == {5}
+    # The policies have rows of their own in the main table too, and the text is AR's everywhere.
+    assert {(r["method"], r["policy"]) for r in results["summary"]} == {key[:2] for key in rows}
+    assert all(r["diverged"] == 0 for r in results["summary"])
+    measured = results["settings"]["budget_calibration"]
+    assert {point["requests"] for point in measured["cost"]["verify"]} == {1, 3} and measured["exponent"] > 0
+    report = (folder / "report.md").read_text()
+    assert "3 at once" in report and "cost-aware" in report
+
+
+def test_a_request_beyond_the_memory_limit_is_one_line(run, capsys):
+    config, _ = run
+    assert run_eval.main([config, "--max_cache_gb", "1e-6"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("eval: request '") and "max_cache_gb 1e-06 holds 1 " in error
