@@ -8,7 +8,6 @@ Shape suffixes: D hidden, E rank of a Markov head, `...` any leading dimensions.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from .head import CorrectionHead, linear
@@ -23,8 +22,12 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, previous: Tensor | None) -> Tensor:
         """Logits [...] for hidden states [..., D] and the rows [..., E] of the tokens before them, if it uses them."""
-        inputs = hidden if previous is None else torch.cat([hidden, previous.to(hidden.dtype)], dim=-1)
-        return linear(inputs.to(self.proj.weight.dtype), self.proj.weight, self.proj.bias)[..., 0]
+        weight, size = self.proj.weight, hidden.shape[-1]
+        # Two products instead of one of [h ; W1[x]]: joining them would copy the hidden states.
+        logits = linear(hidden.to(weight.dtype), weight[:, :size], self.proj.bias)
+        if previous is not None:
+            logits = logits + linear(previous.to(weight.dtype), weight[:, size:])
+        return logits[..., 0]
 
 
 def build_confidence(spec, hidden_size: int, head: CorrectionHead | None) -> ConfidenceHead | None:

@@ -17,6 +17,7 @@ Shape suffixes: R rows, N anchors, B slots, T depths, S tokens, D hidden, E rank
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,7 +29,7 @@ from data.batches import Batch
 from data.settings import RunConfig
 from models.drafter import DFlashDraftModel
 from models.target import Target
-from training.slot_loss import VALUES, Mixture, SlotLoss, label_probabilities
+from training.slot_loss import VALUES, Chunk, Mixture, SlotLoss, label_probabilities
 
 # Sums by depth. `X_loss` is weighted (of the final logits but for `base_loss`, both cross entropies), `X_hits` counts
 # slots: `recall` a label among the best base candidates, `agreement` a label that is the target's argmax. `X_run`
@@ -127,17 +128,19 @@ class Objective:
             hidden_RQD: output of the backbone at all slots, Q = N*B.
         """
         slots = self._slots(model, batch, hidden_RQD)
+        chunks, rows_VE = list(self._chunks(model, slots)), None if model.head is None else model.head.rows()
         if self.terms.weights == "dpace":
-            self._weigh(model, slots, batch.labels_RNT.shape)
-        numerator, values = slots.hidden_MD.new_zeros((), dtype=torch.float32), slots.empty_values()
-        for index, codes_ME, rows_VE in self._kinds(model, slots):
-            final_MD = None if slots.final_MD is None else slots.final_MD[index]
-            part, values_KM = SlotLoss.apply(
-                self._logits, self.terms.mixture, self.chunk, lam, slots.labels_M[index], slots.weights_M[index],
-                final_MD, slots.hidden_MD[index], codes_ME, rows_VE,
-            )  # fmt: skip
-            numerator = numerator + part
-            values[:, index] = values_KM
+            probs_M = label_probabilities(
+                self._logits, chunks, slots.labels_M, slots.hidden_MD, slots.codes_ME, rows_VE
+            )
+            mask_RNT = slots.counts_M.view(batch.labels_RNT.shape).float()
+            weights_RNT = dpace_weights(probs_M.view(mask_RNT.shape), mask_RNT, self.terms.dpace_alpha)
+            slots.weights_M = weights_RNT.flatten()
+        final_of = FinalStates(batch) if self.needs_teacher else None
+        numerator, values = SlotLoss.apply(
+            self._logits, self.terms.mixture, lam, chunks, slots.labels_M, slots.weights_M, final_of, slots.hidden_MD,
+            slots.codes_ME, rows_VE,
+        )  # fmt: skip
         values = dict(zip(VALUES, values, strict=True))
         confidence_M = torch.zeros_like(slots.weights_M)
         if self.terms.confidence:
@@ -150,7 +153,7 @@ class Objective:
             accepted_M = (1 - 0.5 * values["tv"]).clamp(0, 1)
             confidence_M = binary_cross_entropy_with_logits(logits_RNT.flatten().float(), accepted_M, reduction="none")
             numerator = numerator + self.terms.confidence * (slots.weights_M * confidence_M).sum()
-        return LossSums(numerator, _statistics(slots, values, confidence_M.detach(), bool(self.terms.confidence)))
+        return LossSums(numerator, _statistics(slots, values, confidence_M.detach(), self.terms, self.needs_teacher))
 
     def _slots(self, model: DFlashDraftModel, batch: Batch, hidden_RQD: Tensor) -> _Slots:
         rows, anchors, depths = batch.labels_RNT.shape
@@ -170,33 +173,21 @@ class Objective:
             counts_M=weights_M > 0,
             depth_M=depth_T.expand(rows, anchors, depths).flatten(),
             hidden_MD=hidden_RNTD.flatten(0, 2),
-            final_MD=_before_labels(batch, depths) if self.needs_teacher else None,
             codes_ME=codes_ME,
             depths=depths,
         )
 
-    def _kinds(self, model: DFlashDraftModel, slots: _Slots):
-        """Supervised slots in two kinds, without and with a correction, as (index, codes, rows of W2)."""
-        corrected_M = model.corrected_depths(slots.hidden_MD.device)[slots.depth_M]
-        for corrected in (False, True):
+    def _chunks(self, model: DFlashDraftModel, slots: _Slots) -> Iterator[Chunk]:
+        """The supervised slots, those without and those with a correction apart."""
+        corrected_T = model.corrected_depths().tolist()
+        corrected_M = torch.tensor(corrected_T, device=slots.hidden_MD.device)[slots.depth_M]
+        for corrected in sorted(set(corrected_T)):
             of_kind_M = corrected_M == corrected
-            if not of_kind_M.any():
-                continue
             index = (slots.counts_M & of_kind_M).nonzero().flatten()
             # A rank without supervised slots still needs every parameter in its graph, or the ranks' reductions no
             # longer match: it runs one slot of no weight.
             index = index if len(index) else of_kind_M.nonzero().flatten()[:1]
-            yield index, *((slots.codes_ME[index], model.head.rows()) if corrected else (None, None))
-
-    def _weigh(self, model: DFlashDraftModel, slots: _Slots, shape: torch.Size) -> None:
-        """Replaces the mask in `weights_M` by D-PACE's weights."""
-        probs_M = torch.ones_like(slots.weights_M)
-        for index, codes_ME, rows_VE in self._kinds(model, slots):
-            probs_M[index] = label_probabilities(
-                self._logits, self.chunk, slots.labels_M[index], slots.hidden_MD[index], codes_ME, rows_VE
-            )
-        mask_RNT = slots.counts_M.view(shape).float()
-        slots.weights_M = dpace_weights(probs_M.view(shape), mask_RNT, self.terms.dpace_alpha).flatten()
+            yield from (Chunk(piece, corrected) for piece in index.split(self.chunk))
 
     def _logits(self, hidden_MD: Tensor) -> Tensor:
         return self.target.logits(hidden_MD.to(self.target.dtype), self.draft_ids)
@@ -211,12 +202,8 @@ class _Slots:
     counts_M: Tensor
     depth_M: Tensor
     hidden_MD: Tensor
-    final_MD: Tensor | None
     codes_ME: Tensor | None
     depths: int
-
-    def empty_values(self) -> Tensor:
-        return self.weights_M.new_zeros(len(VALUES), len(self.weights_M))
 
 
 def dpace_weights(probs_RNT: Tensor, mask_RNT: Tensor, alpha: float) -> Tensor:
@@ -233,16 +220,28 @@ def dpace_weights(probs_RNT: Tensor, mask_RNT: Tensor, alpha: float) -> Tensor:
     return survival_RNT.flip(-1).cumsum(dim=-1).flip(-1) * mask_RNT
 
 
-def _before_labels(batch: Batch, depths: int) -> Tensor:
-    """The target's final hidden states [M, D] at the tokens before the labels: a .. a+T-1 for the labels a+1 .. a+T."""
-    assert batch.final_RSD is not None, "the batch lacks the target's final hidden states"
-    positions_RNT = batch.anchors_RN[..., None] + torch.arange(depths, device=batch.anchors_RN.device)
-    positions_RM = positions_RNT.flatten(1).clamp(max=batch.final_RSD.shape[1] - 1)  # beyond the row: not supervised
-    width = batch.final_RSD.shape[2]
-    return batch.final_RSD.gather(1, positions_RM[..., None].expand(-1, -1, width)).flatten(0, 1).detach()
+class FinalStates:
+    """The target's final hidden states [m, D] at the tokens before the labels of m slots.
+
+    The label at depth t = 1..T stands at anchor + t, so that its distribution is read at anchor + t - 1.
+    """
+
+    def __init__(self, batch: Batch):
+        assert batch.final_RSD is not None, "the batch lacks the target's final hidden states"
+        rows, length, _ = batch.final_RSD.shape
+        self.flat = batch.final_RSD.detach().flatten(0, 1)
+        device, depths = batch.anchors_RN.device, batch.labels_RNT.shape[2]
+        # Beyond the row nothing is supervised.
+        places_RNT = (batch.anchors_RN[..., None] + torch.arange(depths, device=device)).clamp(max=length - 1)
+        self.place_M = (places_RNT + length * torch.arange(rows, device=device)[:, None, None]).flatten()
+
+    def __call__(self, index_M: Tensor) -> Tensor:
+        return self.flat[self.place_M[index_M]]
 
 
-def _statistics(slots: _Slots, values: dict[str, Tensor], confidence_M: Tensor, has_confidence: bool) -> Tensor:
+def _statistics(
+    slots: _Slots, values: dict[str, Tensor], confidence_M: Tensor, terms: Terms, has_teacher: bool
+) -> Tensor:
     """Sums by depth [K, T] of what the slots gave."""
     weights_M, counts_M = slots.weights_M, slots.counts_M.float()
     losses = {"base": values["base_ce"], "final": values["final_ce"], "kl": values["kl"], "tv": values["tv"]}
@@ -253,6 +252,6 @@ def _statistics(slots: _Slots, values: dict[str, Tensor], confidence_M: Tensor, 
         rows[f"{name}_hits"] = counts_M * values[f"{name}_hits"]
     for name in ("base", "final"):
         rows[f"{name}_run"] = rows[f"{name}_hits"].view(-1, slots.depths).cumprod(dim=1).flatten()
-    unknown = {name: slots.final_MD is None for name in OF_TEACHER} | {"confidence_loss": not has_confidence}
+    unknown = {name: not has_teacher for name in OF_TEACHER} | {"confidence_loss": not terms.confidence}
     sums = [rows[name].view(-1, slots.depths).sum(dim=0) for name in STATISTICS]
     return torch.stack([x * torch.nan if unknown.get(name) else x for name, x in zip(STATISTICS, sums, strict=True)])

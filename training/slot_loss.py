@@ -10,8 +10,9 @@ Shape suffixes: M slots of a chunk (or all), D hidden, E rank of the correction,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,41 +69,56 @@ class Scores:
 VALUES = ("base_ce", "final_ce", "base_hits", "final_hits", "recall_hits", "agreement_hits", "kl", "tv")
 
 
+class Chunk(NamedTuple):
+    """Slots whose vocabulary logits exist at once. Attributes: index_M: their places; corrected: codes change them."""
+
+    index_M: Tensor
+    corrected: bool
+
+
 class SlotLoss(torch.autograd.Function):
-    """Numerator sum(weight * loss) and values [K, M] of slots. Codes are None where the base logits are final."""
+    """Numerator sum(weight * loss) and values [K, M] of slots, zero at those in no chunk.
+
+    Args of `apply`:
+        final_of: gives the target's final hidden states [m, D] at the tokens before the labels of m slots; None when
+            the mixture needs no teacher.
+        hidden_MD, codes_ME, rows_VE: what gets gradients; the last two are None without a correction head.
+    """
 
     @staticmethod
     def forward(
         ctx,
         logits: Logits,
         mixture: Mixture,
-        chunk: int,
         lam: float,
+        chunks: Sequence[Chunk],
         labels_M: Tensor,
         weights_M: Tensor,
-        final_MD: Tensor | None,
+        final_of: Logits | None,
         hidden_MD: Tensor,
         codes_ME: Tensor | None,
         rows_VE: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        hidden_gradient_MD = torch.zeros_like(hidden_MD)
+        codes_gradient_ME = None if codes_ME is None else torch.zeros_like(codes_ME)
         rows_gradient_VE = None if rows_VE is None else torch.zeros_like(rows_VE, dtype=torch.float32)
-        pieces = []
-        for start in range(0, len(labels_M), chunk):
-            piece = slice(start, start + chunk)
-            final, codes = (None if x is None else x[piece] for x in (final_MD, codes_ME))
-            *result, rows_part_VE = _chunk(
-                logits, mixture, lam, labels_M[piece], weights_M[piece], final, hidden_MD[piece], codes, rows_VE
+        numerator, values_KM = weights_M.new_zeros(()), weights_M.new_zeros(len(VALUES), len(weights_M))
+        for index, corrected in chunks:
+            labels, weights = labels_M[index], weights_M[index]
+            teacher = None if final_of is None else make_teacher(logits(final_of(index)).float(), labels)
+            codes = codes_ME[index] if corrected else None
+            part, values_KM[:, index], hidden_gradient_MD[index], final_gradient_MV = _chunk(
+                logits, mixture, lam, labels, weights, teacher, hidden_MD[index], codes, rows_VE
             )
-            if rows_gradient_VE is not None:
-                rows_gradient_VE += rows_part_VE
-            pieces.append(result)
-        numerators, values, hidden_gradients, codes_gradients = zip(*pieces, strict=True)
-        ctx.gradients = [torch.cat(hidden_gradients), None, None]
-        if rows_VE is not None:
-            ctx.gradients[1:] = torch.cat(codes_gradients), rows_gradient_VE.to(rows_VE.dtype)
-        values_KM = torch.cat(values, dim=1)
+            numerator = numerator + part
+            if corrected:
+                codes_gradient_ME[index] = final_gradient_MV @ rows_VE
+                rows_gradient_VE += final_gradient_MV.T @ codes
+        if rows_gradient_VE is not None:
+            rows_gradient_VE = rows_gradient_VE.to(rows_VE.dtype)
+        ctx.gradients = hidden_gradient_MD, codes_gradient_ME, rows_gradient_VE
         ctx.mark_non_differentiable(values_KM)
-        return torch.stack(numerators).sum(), values_KM
+        return numerator, values_KM
 
     @staticmethod
     def backward(ctx, gradient: Tensor, _):
@@ -112,28 +128,27 @@ class SlotLoss(torch.autograd.Function):
         return (None,) * 7 + tuple(scaled)
 
 
-def _chunk(logits, mixture, lam, labels_M, weights_M, final_MD, hidden_MD, codes_ME, rows_VE):
-    """Numerator, values [K, M], and the gradients of hidden states, codes and output rows, of one chunk."""
+def _chunk(logits, mixture, lam, labels_M, weights_M, teacher, hidden_MD, codes_ME, rows_VE):
+    """Numerator, values [K, M], the gradient of the hidden states, and that of the final logits in the rows' dtype
+    (None without codes), of one chunk."""
     with torch.enable_grad():
         hidden_MD = hidden_MD.detach().requires_grad_(True)
         base_MV = logits(hidden_MD)
     scores_MV = base_MV.detach().float()
-    teacher = None if final_MD is None else make_teacher(logits(final_MD).float(), labels_M)
     recall_M = _rank(scores_MV, labels_M) < mixture.candidates
     share = 1.0 if codes_ME is None else lam
     base, gradient_MV = score(scores_MV, labels_M, weights_M * share, mixture, teacher)
-    final, codes_gradient, rows_gradient = base, None, None
+    final, final_gradient_MV = base, None
     if codes_ME is not None:
         scores_MV = linear(codes_ME, rows_VE).float().add_(scores_MV)
         final, final_gradient_MV = score(scores_MV, labels_M, weights_M * (1 - lam), mixture, teacher)
         gradient_MV += final_gradient_MV
         final_gradient_MV = final_gradient_MV.to(rows_VE.dtype)
-        codes_gradient, rows_gradient = final_gradient_MV @ rows_VE, final_gradient_MV.T @ codes_ME
-    (hidden_gradient,) = torch.autograd.grad(base_MV, hidden_MD, gradient_MV.to(base_MV.dtype))
+    (hidden_gradient_MD,) = torch.autograd.grad(base_MV, hidden_MD, gradient_MV.to(base_MV.dtype))
     agreement_M = torch.zeros_like(recall_M) if teacher is None else teacher.hits_M
     values = (base.ce_M, final.ce_M, base.hits_M, final.hits_M, recall_M, agreement_M, final.kl_M, final.tv_M)
     numerator = (weights_M * (share * base.loss_M + (1 - share) * final.loss_M)).sum()
-    return numerator, torch.stack([v.float() for v in values]), hidden_gradient, codes_gradient, rows_gradient
+    return numerator, torch.stack([v.float() for v in values]), hidden_gradient_MD, final_gradient_MV
 
 
 def score(
@@ -177,18 +192,23 @@ def make_teacher(logits_MV: Tensor, labels_M: Tensor) -> Teacher:
 
 @torch.no_grad()
 def label_probabilities(
-    logits: Logits, chunk: int, labels_M: Tensor, hidden_MD: Tensor, codes_ME: Tensor | None, rows_VE: Tensor | None
+    logits: Logits,
+    chunks: Sequence[Chunk],
+    labels_M: Tensor,
+    hidden_MD: Tensor,
+    codes_ME: Tensor | None,
+    rows_VE: Tensor | None,
 ) -> Tensor:
-    """p(label) of each slot under the final logits, [M] fp32: the pre-pass of weights that depend on the drafter."""
-    pieces = []
-    for start in range(0, len(labels_M), chunk):
-        piece = slice(start, start + chunk)
-        scores_MV = logits(hidden_MD[piece]).float()
-        if codes_ME is not None:
-            scores_MV = linear(codes_ME[piece], rows_VE).float().add_(scores_MV)
-        picked_M = scores_MV.gather(1, labels_M[piece, None])[:, 0]
-        pieces.append((picked_M - scores_MV.logsumexp(dim=-1)).exp())
-    return torch.cat(pieces)
+    """p(label) of each slot under the final logits, [M] fp32, one at slots in no chunk: the pre-pass of weights that
+    depend on the drafter."""
+    probs_M = torch.ones(len(labels_M), device=hidden_MD.device)
+    for index, corrected in chunks:
+        scores_MV = logits(hidden_MD[index]).float()
+        if corrected:
+            scores_MV = linear(codes_ME[index], rows_VE).float().add_(scores_MV)
+        picked_M = scores_MV.gather(1, labels_M[index, None])[:, 0]
+        probs_M[index] = (picked_M - scores_MV.logsumexp(dim=-1)).exp()
+    return probs_M
 
 
 def _rank(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
