@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from eval.records import AR, Divergence, Generation, Plan, RoundRecord
+from eval.records import AR, PARTS, Divergence, Generation, Plan, RoundRecord
 from eval.results import build_results
+from eval.throughput import Cell, concurrency_rows
 
 PLANS = (
     Plan(AR),
@@ -38,6 +39,13 @@ SETTINGS = {
             for b in (1, 2, 4)
         ],
     },
+    "budget_calibration": {
+        "exponent": 1.2,
+        "cost": {
+            "verify": [{"requests": r, "context": 64, "nodes": n, "ms": 10.0 + r * n} for r in (1, 4) for n in (1, 8)],
+            "draft": [{"requests": r, "ms": 3.0 * r} for r in (1, 4)],
+        },
+    },
     "fingerprint": "f" * 64,
     "provenance": {"config": {"training": {"learning_rate": 0.002}}, "steps": 360},
 }
@@ -66,30 +74,34 @@ def generation(plan: Plan, benchmark: str, prompt: int, temperature: float = 0.0
     )
 
 
+def cell(plan: Plan, level: int, run: int) -> Cell:
+    """Eight answers of twelve tokens, `level` at a time."""
+    accepted, seconds = ACCEPTED[plan.id]
+    rounds = 8 * 12 // (accepted + 1) // level
+    return Cell(
+        benchmark="builtin", temperature=0.0, plan=plan, concurrency=level, run=run, prompts="x", requests=8,
+        tokens=8 * 12, seconds=seconds * rounds + run, prefill_seconds=0.5, rounds=rounds,
+        request_rounds=rounds * level, tau=accepted + 1.0,
+        nodes=plan.budget * rounds * level, ms_per_round=dict.fromkeys(PARTS, 1.0),
+        stopped={"length": 8}, kv_cache_gb=0.1 * level, peak_memory_gb=None,
+    )  # fmt: skip
+
+
 def full_results() -> dict:
     """Two benchmarks, two temperatures, sweeps, concurrency and a divergence: every part of the page."""
     places = [(b, t, p) for b in ("builtin", "gsm<8k>") for t in (0.0, 1.0) for p in range(4)]
     main = [generation(plan, b, p, t) for plan in PLANS for b, t, p in places]
     swept = [generation(plan, "builtin", p, phase="sweep-1") for plan in PLANS for p in range(4)]
     points = [("budget", plan.budget, plan) for plan in PLANS[1:]]
-    load = [
-        {
-            **{"plan": plan.id, "label": plan.method, "method": plan.method, "budget": plan.budget},
-            **{"benchmark": "builtin", "temperature": 0.0, "concurrency": c, "requests": 8, "tokens": 96},
-            **{"seconds": 9.6 / c, "tokens_per_second": 10.0 * c, "speedup": 1.0, "speedup_interval": None},
-            **{"tau_mean": 2.0, "nodes_per_round": 4.0, "kv_cache_gb": 0.1 * c, "peak_memory_gb": 1.0},
-            "ms_per_round": {"draft": 1.0, "tree": 1.0, "verify": 20.0, "commit": 0.1},
-        }
-        for plan in PLANS[::2]
-        for c in (1, 2, 4)
-    ]
+    load = [cell(plan, level, run) for plan in PLANS[::2] for level in (1, 2, 4) for run in (0, 1)]
+    rows = concurrency_rows(load, {plan.id: plan.method for plan in PLANS})
     divergence = Divergence(
         benchmark="builtin", prompt_id="p1", turn=0, method="ddtree", plan=PLANS[1].id, phase="main",
         position=3, ar_token=3, token=4, gap=0.001, threshold=0.01, near_tie=True,
     )  # fmt: skip
     benchmarks = [{"benchmark": b, "source": b, "prompts": 4, "skipped": 0} for b in ("builtin", "gsm<8k>")]
     speeds = {"builtin": 11.0}
-    return build_results([*main, *swept], SETTINGS, [divergence], 0, speeds, benchmarks, points, load)
+    return build_results([*main, *swept], SETTINGS, [divergence], 0, speeds, benchmarks, points, rows)
 
 
 def small_results() -> dict:

@@ -193,6 +193,7 @@ def test_every_setting_is_on_the_page(opened):
     names = set(browser.value("[...document.querySelectorAll('#settings dt')].map((e) => e.textContent)"))
     plain = {key for key, value in SETTINGS.items() if not isinstance(value, dict)} - {"command", "engine"}
     assert plain <= names and {"cpu", "gpus", "torch", "config.training.learning_rate", "steps"} <= names
+    assert {"exponent", "cost.verify.3.ms", "curve.0.budget"} <= names
     assert SETTINGS["command"] in browser.value("document.getElementById('settings').textContent")
 
 

@@ -152,6 +152,16 @@ const KNOBS = [
 
 const METHOD = { label: "method", value: (row) => row.label };
 
+// A column for each stage of a round.
+function partColumns(group, key) {
+  return PARTS.map((part) => ({
+    label: part,
+    group,
+    value: (row) => row[key]?.[part] ?? null,
+    show: (row) => fixed(row[key]?.[part], 1),
+  }));
+}
+
 const SUMMARY = [
   numberColumn("tau", "tau_mean", 2, { best: "max", hint: "mean over answers of the mean over rounds" }),
   intervalColumn("95 %", "tau_interval"),
@@ -166,19 +176,9 @@ const SUMMARY = [
   numberColumn("tokens/s", "tokens_per_second", 1, { best: "max" }),
   numberColumn("end to end", "tokens_per_second_end_to_end", 1, { hint: "tokens/s with the prefill" }),
   numberColumn("nodes a round", "nodes_per_round", 1),
-  ...PARTS.map((part) => ({
-    label: part,
-    group: "ms a round",
-    value: (row) => row.ms_per_round?.[part] ?? null,
-    show: (row) => fixed(row.ms_per_round?.[part], 1),
-  })),
+  ...partColumns("ms a round", "ms_per_round"),
   numberColumn("all", "ms_per_round_total", 1, { group: "ms a round" }),
-  ...PARTS.map((part) => ({
-    label: part,
-    group: "busy ms a round",
-    value: (row) => row.busy_ms_per_round?.[part] ?? null,
-    show: (row) => fixed(row.busy_ms_per_round?.[part], 1),
-  })),
+  ...partColumns("busy ms a round", "busy_ms_per_round"),
   percentColumn("tree share", "tree_share"),
   percentColumn("whole blocks", "whole_block_share"),
   numberColumn("benchmarks", "benchmarks", 0),
@@ -192,14 +192,17 @@ const SUMMARY = [
   numberColumn("distinct 4-grams", "distinct_4gram", 3),
   numberColumn("diverged", "diverged", 0),
   numberColumn("near ties", "near_ties", 0),
-  numberColumn("peak GiB", "peak_memory_gb", 2),
+  numberColumn("peak GB", "peak_memory_gb", 2),
   ...KNOBS,
 ];
 
-// The columns that any of the rows has a value for.
+// Whether any of the rows has a value for a column.
+function hasValues(rows) {
+  return (column) => rows.some((row) => (column.value(row) ?? "") !== "");
+}
+
 function figuresTable(caption, rows, before = []) {
-  const has = (column) => rows.some((row) => (column.value(row) ?? "") !== "");
-  return sortableTable(caption, [METHOD, ...[...before, ...SUMMARY].filter(has)], rows);
+  return sortableTable(caption, [METHOD, ...[...before, ...SUMMARY].filter(hasValues(rows))], rows);
 }
 
 function differenceTable(results, rows) {

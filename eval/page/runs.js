@@ -1,4 +1,4 @@
-// Sweeps, throughput under load, quality and divergences, and everything that the figures depend on.
+// Sweeps, throughput under load, quality and divergences.
 
 const SWEEPS = { budget: "budget B", width: "width W", candidates: "candidates K", beta: "beta" };
 
@@ -112,33 +112,29 @@ function loadFigures(rows) {
 }
 
 function loadTable(rows) {
-  return sortableTable(
-    "Throughput",
-    [
-      METHOD,
-      numberColumn("at once", "concurrency", 0),
-      textColumn("benchmark", "benchmark"),
-      numberColumn("T", "temperature", 1),
-      numberColumn("tokens/s", "tokens_per_second", 1, { best: "max" }),
-      numberColumn("speed-up", "speedup"),
-      intervalColumn("95 %", "speedup_interval"),
-      numberColumn("tau", "tau_mean"),
-      numberColumn("nodes a round", "nodes_per_round", 1),
-      ...PARTS.map((part) => ({
-        label: part,
-        group: "ms a round",
-        value: (row) => row.ms_per_round?.[part] ?? null,
-        show: (row) => fixed(row.ms_per_round?.[part], 1),
-      })),
-      numberColumn("requests", "requests", 0),
-      numberColumn("tokens", "tokens", 0),
-      numberColumn("seconds", "seconds", 1),
-      numberColumn("KV cache GiB", "kv_cache_gb", 3),
-      numberColumn("peak GiB", "peak_memory_gb", 2),
-      ...KNOBS,
-    ],
-    rows,
-  );
+  const columns = [
+    METHOD,
+    numberColumn("at once", "concurrency", 0),
+    textColumn("benchmark", "benchmark"),
+    numberColumn("T", "temperature", 1),
+    numberColumn("tokens/s", "tokens_per_second", 1, { best: "max", hint: "prefills inside" }),
+    numberColumn("after prefill", "tokens_per_second_after_prefill", 1, { hint: "tokens/s without the prefills" }),
+    numberColumn("speed-up", "speedup", 2, { hint: "against AR with as many requests at once" }),
+    intervalColumn("runs", "speedup_interval", { hint: "smallest and largest of the runs" }),
+    numberColumn("tau", "tau_mean"),
+    numberColumn("nodes", "nodes_per_round", 1, { hint: "of one request in a mean round" }),
+    numberColumn("live", "live_requests", 1, { hint: "requests decoded in a mean round" }),
+    ...partColumns("ms a round", "ms_per_round"),
+    numberColumn("requests", "requests", 0),
+    numberColumn("tokens", "tokens", 0),
+    numberColumn("seconds", "seconds", 1),
+    numberColumn("prefill s", "prefill_seconds", 1),
+    numberColumn("runs", "runs", 0),
+    numberColumn("KV cache GB", "kv_cache_gb", 3),
+    numberColumn("peak GB", "peak_memory_gb", 2),
+    ...KNOBS,
+  ];
+  return sortableTable("Throughput", columns.filter(hasValues(rows)), rows);
 }
 
 function qualitySection(results) {
@@ -206,70 +202,5 @@ function divergences(results) {
     {},
     el("p", {}, text),
     rows.length ? el("details", {}, el("summary", {}, "The divergences"), table()) : null,
-  );
-}
-
-// Settings: a list for each group, and every key somewhere.
-function settingsSection(results) {
-  const { hardware, versions, provenance, budget_choice: chosen, engine, command, ...options } = results.settings;
-  const groups = [
-    ["Options and drafter", { ...options, schema_version: results.schema_version }],
-    ["Hardware", hardware],
-    ["Versions", versions],
-    ["Training engine", engine],
-  ];
-  return section(
-    "settings",
-    "Settings",
-    command ? el("pre", { class: "command" }, command) : null,
-    budgetFigure(chosen),
-    groups.filter(([, values]) => values).map(([title, values]) => group(title, values)),
-    provenance
-      ? el("details", {}, el("summary", {}, "Provenance of the drafter"), group("As its training wrote it", provenance))
-      : null,
-  );
-}
-
-function group(title, values) {
-  const rows = flatten(values).map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value)));
-  return el("div", {}, el("h3", {}, title), el("dl", { class: "settings" }, rows));
-}
-
-// [["a.b", "text"], ...] of a nested object; lists of plain values in one line.
-function flatten(value, key = "") {
-  const plain = value === null || typeof value !== "object";
-  if (plain) return [[key, value === null ? NONE : value === "" ? "(empty)" : String(value)]];
-  if (Array.isArray(value) && value.every((item) => item === null || typeof item !== "object"))
-    return [[key, value.length ? value.join(", ") : "(none)"]];
-  return Object.entries(value).flatMap(([name, inner]) => flatten(inner, key ? `${key}.${name}` : name));
-}
-
-function budgetFigure(chosen) {
-  if (!chosen) return null;
-  const series = [
-    {
-      name: "expected tokens/s",
-      method: "dartree_pruned",
-      dash: 0,
-      points: chosen.curve.map((row) => ({
-        x: row.budget,
-        y: row.tokens_per_second,
-        tip:
-          `B=${row.budget}: ${fixed(row.tokens_per_second, 1)} tokens/s, tau ${fixed(row.tau)}, ` +
-          `verify ${fixed(row.verify_ms, 1)} ms, round ${fixed(row.round_ms, 1)} ms`,
-      })),
-    },
-  ];
-  const draw = (width) =>
-    lines(Math.min(width, 640), series, {
-      title: "Budget",
-      xLabel: "budget B",
-      yLabel: "expected tokens/s",
-      ordinal: true,
-    });
-  return figure(
-    "Choice of the budget",
-    responsive(draw),
-    `B=${chosen.budget}, from acceptance and measured cost on training prompts; no evaluated prompt took part`,
   );
 }
