@@ -15,17 +15,10 @@ from models.target import Target
 
 from .document import headline, markdown
 from .environment import git_commit, hardware, versions
+from .marks import options_of
 from .plots import draw_plots
 from .records import Generation
 from .results import SCHEMA_VERSION
-
-# Options of a run that decide what an evaluation measures.
-_OPTIONS = (
-    "benchmarks", "eval_prompts", "max_new_tokens", "max_prompt_length", "methods", "temperatures", "budget", "width",
-    "candidates", "beta", "acceptance", "choose_budget", "confidence_threshold", "near_tie", "seed", "sweep_budget",
-    "sweep_width", "sweep_candidates", "sweep_beta", "sweep_benchmark", "sweep_prompts", "budget_policy",
-    "adaptive_budget", "concurrency", "concurrency_prompts", "concurrency_runs", "max_cache_gb",
-)  # fmt: skip
 
 # What the training's provenance says about how it ran.
 _ENGINE = ("engine", "zero_stage", "world_size")
@@ -50,7 +43,7 @@ def collect_settings(config: RunConfig, target: Target, drafter: Drafter, drafte
         "hardware": hardware(),
         "versions": versions(),
         "git_commit": git_commit(),
-        **{name: getattr(config, name) for name in _OPTIONS},
+        **{name: value for name, value in options_of(config).items() if name not in ("target", "device", "dtype")},
         "provenance": provenance,
     }
     return settings | more

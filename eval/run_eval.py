@@ -14,10 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,11 +29,11 @@ from data.settings import RunConfig, run_stage
 from eval.ask import Asker, warm_up
 from eval.budget import SIZES, BudgetChoice, choose_budget, verify_cost
 from eval.budget_policy import BudgetCalibration, calibrate_budget
-from eval.calibration import CALIBRATION
 from eval.decoding.loop import Request, generate
 from eval.document import headline
 from eval.exactness import find_divergences
 from eval.html_report import write_page
+from eval.marks import already_done, command_of, fingerprints
 from eval.metrics import peak_memory
 from eval.plans import chosen_methods, configured_plan, labels, main_plans, sweep_points, tree_options, unique
 from eval.records import AR, MAIN, SWEEP, Generation, Plan
@@ -44,28 +43,11 @@ from eval.session import Asked, Session, load_benchmarks, load_session
 from eval.store import Asking, Store
 from eval.throughput import concurrency_prompts, concurrency_rows, measure_concurrency
 from eval.trace import write_traces
-from models.checkpoint import DRAFT_VOCABULARY, finished_drafter
-
-ROOT = Path(__file__).resolve().parents[1]
-# Options that add answers without changing what an answer is, nor which plans its prompt is decoded by in turn: what
-# was decoded under other values of them stays valid and fairly timed.
-_GROWING = (
-    "benchmarks", "benchmark_dir", "eval_prompts", "temperatures", "near_tie", "sweep_budget", "sweep_width",
-    "sweep_candidates", "sweep_beta", "sweep_benchmark", "sweep_prompts", "trace_prompts", "concurrency",
-    "concurrency_prompts", "concurrency_runs", "max_cache_gb",
-)  # fmt: skip
-# Options that decide nothing.
-_PLACES = ("run_dir", "cache_dir", "trust_remote_code", "drafter")
+from models.checkpoint import finished_drafter
 
 
 def main(argv: list[str]) -> int:
     return run_stage("eval", argv, lambda config: evaluate(config, command_of(argv)))
-
-
-def command_of(argv: Sequence[str]) -> str:
-    """What was typed, as a person would repeat it: paths inside the project are relative to it."""
-    words = [word.removeprefix(f"{ROOT}/") for word in argv if not word.startswith("--local_rank")]
-    return shlex.join(["bash", "launch.sh", "eval", *words])
 
 
 @dataclass
@@ -99,7 +81,7 @@ def evaluate(config: RunConfig, command: str) -> None:
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     folder = finished_drafter(config.run_dir, config.drafter)
     mark, whole = fingerprints(config, folder)
-    if _already_done(config, whole):
+    if already_done(config, whole):
         if rank == 0:
             print(f"eval: finished already, see {config.path('report.md')}")
         return
@@ -274,39 +256,6 @@ def generate_speeds(store: Store, askings: Sequence[Asking]) -> dict[str, float]
             total = sums.setdefault(where[1], [0.0, 0.0])
             total[0], total[1] = total[0] + tokens, total[1] + seconds
     return {name: tokens / seconds for name, (tokens, seconds) in sums.items() if seconds > 0}
-
-
-def fingerprints(config: RunConfig, drafter_folder: str) -> tuple[str, str]:
-    """(Hash of what decides a stored answer and its timing, hash of everything that decides the results).
-
-    Every option of this stage counts unless it is named above, so that a new one is never forgotten.
-    """
-    weights = hashlib.sha256()
-    for name in ("config.json", "model.safetensors"):
-        if not os.path.isfile(os.path.join(drafter_folder, name)):
-            raise ValueError(f"drafter: {drafter_folder} holds no {name}")
-        with open(os.path.join(drafter_folder, name), "rb") as file:
-            weights.update(hashlib.file_digest(file, "sha256").digest())
-    calibration = [config.path(CALIBRATION)] if config.confidence_threshold else []
-    for source in (*config.prompts, os.path.join(drafter_folder, DRAFT_VOCABULARY), *calibration):
-        if os.path.isfile(source):
-            weights.update(Path(source).read_bytes())
-    own = {f.name for f in fields(RunConfig) if {"all", "eval"} & set(f.metadata["stages"])} - set(_PLACES)
-    options = {name: getattr(config, name) for name in sorted(own)}
-    decided = {name: value for name, value in options.items() if name not in _GROWING}
-    mark = hashlib.sha256(json.dumps(decided).encode() + weights.digest())
-    whole = hashlib.sha256(json.dumps(options).encode() + weights.digest())
-    for name in config.benchmarks:
-        for path in (name, os.path.join(config.benchmark_dir, f"{name}.jsonl")):
-            if os.path.isfile(path):
-                whole.update(Path(path).read_bytes())
-    return mark.hexdigest(), whole.hexdigest()
-
-
-def _already_done(config: RunConfig, fingerprint: str) -> bool:
-    path = Path(config.path("results.json"))
-    # Read without a check of its version: results of an older schema are simply written anew.
-    return path.is_file() and json.loads(path.read_text()).get("settings", {}).get("fingerprint") == fingerprint
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def method_name(row: dict) -> str:
 def settings_lines(settings: dict) -> str:
     """One list item a setting; what the results hold in full (provenance) is named only."""
     hardware, versions = settings.get("hardware") or {}, settings.get("versions") or {}
-    hidden = ("hardware", "versions", "provenance", "engine", "budget_choice", "fingerprint")
+    hidden = ("hardware", "versions", "provenance", "engine", "budget_choice", "budget_calibration", "fingerprint")
     shown = {
         **{k: v for k, v in settings.items() if k not in hidden},
         "engine of the training": settings.get("engine"),

@@ -1,6 +1,8 @@
 """The stages eval and verify on a tiny saved target: report, resume after a kill, one-line errors."""
 
 import json
+import re
+from dataclasses import fields
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from mistakes import mistake
 from models.target import Target, load_target
 from tiny import MASK, tiny_drafter
 from tiny_tokenizer import save_tiny_target, tiny_tokenizer
-from training_runs import run_ranks
+from training_runs import ROOT, run_ranks
 
 
 @pytest.fixture
@@ -82,6 +84,9 @@ def test_report_of_two_temperatures_with_all_turns(run, capsys):
          "left_out": 0}
     ]  # fmt: skip
     settings = results["settings"]
+    documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "results.md").read_text()))
+    own = set(settings) - {field.name for field in fields(RunConfig)}
+    assert own <= documented, own - documented
     assert settings["command"] == f"bash launch.sh eval {config}" and settings["num_proposals"] == 4
     assert settings["budget_choice"]["budget"] in (4, 8) and settings["peak_memory_gb"] > 0
     report = (folder / "report.md").read_text()

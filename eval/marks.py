@@ -1,0 +1,83 @@
+"""What an evaluation is told apart by: the options and weights behind a stored answer, and those behind the results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from data.settings import RunConfig
+from models.checkpoint import DRAFT_VOCABULARY
+
+from .calibration import CALIBRATION
+
+ROOT = Path(__file__).resolve().parents[1]
+# Options that add answers without changing what an answer is, nor which plans its prompt is decoded by in turn: what
+# was decoded under other values of them stays valid and fairly timed.
+_GROWING = (
+    "benchmarks", "benchmark_dir", "eval_prompts", "temperatures", "near_tie", "sweep_budget", "sweep_width",
+    "sweep_candidates", "sweep_beta", "sweep_benchmark", "sweep_prompts", "trace_prompts", "concurrency",
+    "concurrency_prompts", "concurrency_runs", "max_cache_gb",
+)  # fmt: skip
+# Options that decide nothing.
+_PLACES = ("run_dir", "cache_dir", "trust_remote_code", "drafter")
+
+
+def command_of(argv: Sequence[str]) -> str:
+    """What was typed, as a person would repeat it: paths inside the project are relative to it."""
+    words = [word.removeprefix(f"{ROOT}/") for word in argv if not word.startswith("--local_rank")]
+    return shlex.join(["bash", "launch.sh", "eval", *words])
+
+
+def options_of(config: RunConfig) -> dict:
+    """Every option of this stage that decides something, by name."""
+    own = [f.name for f in fields(RunConfig) if {"all", "eval"} & set(f.metadata["stages"]) and f.name not in _PLACES]
+    return {name: getattr(config, name) for name in own}
+
+
+def fingerprints(config: RunConfig, drafter_folder: str) -> tuple[str, str]:
+    """(Hash of what decides a stored answer and its timing, hash of everything that decides the results).
+
+    Every option of this stage counts unless it is named above, so that a new one is never forgotten.
+    """
+    weights = _digest_of(Path(drafter_folder))
+    calibration = [config.path(CALIBRATION)] if config.confidence_threshold else []
+    for source in (*config.prompts, *calibration):
+        if os.path.isfile(source):
+            weights.update(Path(source).read_bytes())
+    options = options_of(config)
+    decided = {name: value for name, value in options.items() if name not in _GROWING}
+    mark = hashlib.sha256(json.dumps(decided, sort_keys=True).encode() + weights.digest())
+    whole = hashlib.sha256(json.dumps(options, sort_keys=True).encode() + weights.digest())
+    for name in config.benchmarks:
+        for path in (name, os.path.join(config.benchmark_dir, f"{name}.jsonl")):
+            if os.path.isfile(path):
+                whole.update(Path(path).read_bytes())
+    return mark.hexdigest(), whole.hexdigest()
+
+
+def _digest_of(drafter: Path):
+    """sha256 of a checkpoint: its config and all its tensor files, the draft vocabulary among them."""
+    tensors = sorted(drafter.glob("*.safetensors"))
+    for name, there in (
+        ("config.json", (drafter / "config.json").is_file()),
+        ("model.safetensors", any(path.name != DRAFT_VOCABULARY for path in tensors)),
+    ):
+        if not there:
+            raise ValueError(f"drafter: {drafter} holds no {name}")
+    digest = hashlib.sha256()
+    for path in (drafter / "config.json", *tensors):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest
+
+
+def already_done(config: RunConfig, fingerprint: str) -> bool:
+    """True when RUN/results.json is of exactly these options, weights and benchmark files."""
+    path = Path(config.path("results.json"))
+    # Read without a check of its version: results of an older schema are simply written anew.
+    return path.is_file() and json.loads(path.read_text()).get("settings", {}).get("fingerprint") == fingerprint
