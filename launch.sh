@@ -14,8 +14,10 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   train       trains the drafter through DeepSpeed   -> RUN/drafter
   eval        decodes and measures                   -> RUN/results.json, RUN/report.md
   calibrate   compares confidence with acceptance    -> RUN/calibration.json, used by eval --confidence_threshold
-  export      writes a folder for other programs     -> RUN/export
+  export      writes a folder for other programs     -> RUN/export, in any public format (CONFIG or a drafter)
+  inspect     says what a drafter checkpoint is and, with --target, whether it drafts (CONFIG or a drafter)
   verify      proves equality with the target's own text
+  bench       times tree building, a round's overhead and batching; with --training the loss and the training step
   test        the test suite; words go to pytest
 
   bash launch.sh STAGE --help lists a stage's options.
@@ -78,7 +80,7 @@ stage=${1:-}
 case $stage in
   "") usage >&2 && exit 2 ;;
   -h | --help | help) usage && exit 0 ;;
-  setup | target | regenerate | features | train | eval | calibrate | export | verify | demo | test) shift ;;
+  setup | target | regenerate | features | train | eval | calibrate | export | inspect | verify | bench | demo | test) shift ;;
   *) echo "launch.sh: unknown stage '$stage'; bash launch.sh --help lists them" >&2 && exit 2 ;;
 esac
 
@@ -90,12 +92,12 @@ if [[ $stage == test ]]; then
 fi
 
 install ""
-# CONFIG is meant from where the command was typed; everything else from this folder.
+# CONFIG (or a drafter in its place) is meant from where the command was typed; everything else from this folder.
 config=configs/demo.yaml
 if [[ $# -gt 0 && $1 != -* ]]; then
   config=$1
   shift
-  [[ $config == /* || ! -f $called_from/$config ]] || config=$called_from/$config
+  [[ $config == /* || ! -e $called_from/$config ]] || config=$called_from/$config
 fi
 set -- "$config" "$@"
 
@@ -108,7 +110,16 @@ case $stage in
   calibrate) exec "$py" -m eval.calibrate "$@" ;;
   features) exec "$py" -m data.make_features "$@" ;;
   export) exec "$py" -m eval.export "$@" ;;
+  inspect) exec "$py" -m eval.inspect "$@" ;;
   verify) exec "$py" -m eval.verify "$@" ;;
+  bench)
+    # --training is no option of the config: it chooses the program.
+    module=eval.bench words=()
+    for word in "$@"; do
+      if [[ $word == --training ]]; then module=training.bench; else words+=("$word"); fi
+    done
+    exec "$py" -m "$module" "${words[@]}"
+    ;;
   demo)
     wants_help "$@" || "$py" -m data.environment report "$@"
     exec "$py" -m data.demo "$@"
