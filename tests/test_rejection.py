@@ -32,7 +32,7 @@ def toy_drafter(ids):
     return SimpleNamespace(model=model, draft_ids=ids, to_target_ids=lambda x: x if ids is None else ids[x])
 
 
-def simulate(temperature, ids=None, shared=False, blurred=False):
+def simulate(temperature, ids=None, draws=DRAWS, shared=False, blurred=False):
     """Joint distribution of the first two tokens, and the share of first drafts that were accepted.
 
     Planted faults: `shared` tests a draft with the uniform that drew it; `blurred` draws it from another q than tested.
@@ -40,11 +40,11 @@ def simulate(temperature, ids=None, shared=False, blurred=False):
     target, logits = tables()
     logits = logits if ids is None else logits[:, : len(ids)]
     generator = torch.Generator().manual_seed(5)
-    draw, accept, draft_draw = torch.rand(3, DRAWS, 4, generator=generator, dtype=torch.float64)
+    draw, accept, draft_draw = torch.rand(3, draws, 4, generator=generator, dtype=torch.float64)
     if shared:
         accept = draft_draw
     counts, accepted = torch.zeros(V * V), 0.0
-    groups = {(): torch.arange(DRAWS)}
+    groups = {(): torch.arange(draws)}
     while groups:
         prefix, rows = groups.popitem()
         if len(prefix) == 2:
@@ -65,14 +65,14 @@ def simulate(temperature, ids=None, shared=False, blurred=False):
         window = slice(done, done + 3)
         verdict = verify_rejection(logits_RMV, tree, temperature, accept[rows, window], draw[rows, window])
         if done == 0:
-            accepted = sum(bool(path) for path in verdict.paths) / DRAWS
+            accepted = sum(bool(path) for path in verdict.paths) / draws
         members = {}
         for i, tokens in enumerate(verdict.emitted):
             members.setdefault((*prefix, *tokens)[:2], []).append(i)
         for key, found in members.items():
             more = rows[torch.tensor(found)]
             groups[key] = torch.cat([groups[key], more]) if key in groups else more
-    return counts.double() / DRAWS, accepted
+    return counts.double() / draws, accepted
 
 
 @pytest.mark.parametrize(("temperature", "ids"), [(1.0, None), (0.6, None), (1.0, torch.tensor([1, 3]))])
@@ -89,7 +89,7 @@ def test_two_tokens_are_the_targets_and_as_many_are_accepted_as_can_be(temperatu
 
 @pytest.mark.parametrize("fault", ["shared", "blurred"])
 def test_planted_faults_are_caught(fault):
-    observed, _ = simulate(1.0, **{fault: True})
+    observed, _ = simulate(1.0, draws=20_000, **{fault: True})
     assert total_variation(observed, exact(tables()[0], 1.0)) > 0.03
 
 
@@ -111,7 +111,7 @@ def test_joint_distribution_through_the_loop(small, method, head):
     drafter = tiny_drafter(target, block_size=3, mask_token_id=2, head_type=head)
     proposer = make_proposer(target, drafter, method, TreeOptions(), acceptance="rejection")
     counts, accepted = torch.zeros(27, dtype=torch.float64), 0
-    requests = [Request(prompt, 3, f"draw {i}") for i in range(4000)]
+    requests = [Request(prompt, 3, f"draw {i}") for i in range(2500)]
     for answer in generate(target, proposer, requests, temperature=1.0, slots=500):
         a, b, c = answer.tokens
         counts[a * 9 + b * 3 + c] += 1
