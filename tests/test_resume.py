@@ -1,5 +1,6 @@
 """Two ranks over DeepSpeed on CPU: resume, equality with one rank, odd sizes, kills, fp32 masters."""
 
+import csv
 import json
 import os
 import signal
@@ -7,10 +8,14 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from models.checkpoint import load_drafter
+from tiny import tiny_drafter, tiny_target
+from training.adapters import FOLDER
 from training.checkpoints import newest_checkpoint
-from training_runs import answer_rows, losses, run_ranks, start_ranks, write_run
+from training.evaluation import Example
+from training_runs import ROOT, answer_rows, log_lines, losses, run_ranks, start_ranks, write_prompts, write_run
 
 SCRIPT = "tests/two_rank_scenarios.py"
 
@@ -32,15 +37,35 @@ def scenarios(tmp_path_factory):
         max_grad_norm=0.5,
         deepspeed=_zero(2),
         warmup_steps=3,
+        **_asked(folder),
     )
     for name in ("straight", "split"):
         _make(folder / name, 24, **common)
-    _make(folder / "global", 16, max_steps=6, per_device_train_batch_size=2)
+    _make(folder / "global", 16, max_steps=6, save_steps=6, per_device_train_batch_size=2)
     _make(folder / "global-one", 16, max_steps=6, per_device_train_batch_size=4)
     _make(folder / "odd", 3, max_steps=4, per_device_train_batch_size=1)
     _make(
         folder / "bf16", 8, max_steps=100, dtype="bf16", learning_rate=1e-4, lr_scheduler_type="constant",
         init_from_target=False, logging_steps=50, lambda_start=0.5,
+    )  # fmt: skip
+    # Packed rows, a cache that the first epoch fills, workers: 22 documents in 10 rows, 5 steps an epoch.
+    for name in ("mixed", "mixed-split"):
+        _make(
+            folder / name, 22, max_steps=12, save_steps=3, per_device_train_batch_size=1, packing=True,
+            max_row_length=54, features="hybrid", dataloader_num_workers=1, deepspeed=_zero(1),
+        )  # fmt: skip
+    # Every parameter is cut into pieces, the smallest too.
+    zero3 = json.loads((ROOT / _zero(3)).read_text())
+    zero3["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    (folder / "zero3.json").write_text(json.dumps(zero3))
+    _make(
+        folder / "zero3", 16, max_steps=6, save_steps=6, per_device_train_batch_size=2,
+        deepspeed=str(folder / "zero3.json"), gradient_checkpointing=True, **_asked(folder),
+    )  # fmt: skip
+    tiny_drafter(tiny_target(), block_size=4, head_type="none").model.save_pretrained(folder / "start")
+    _make(
+        folder / "lora", 16, max_steps=6, save_steps=6, report_to="wandb", init_drafter=str(folder / "start"),
+        trainable="lora", lora_rank=4, init_from_target=False, **_asked(folder),
     )  # fmt: skip
     succeed(run_ranks(2, SCRIPT, "straight", str(folder)))
     succeed(run_ranks(2, SCRIPT, "resumed", str(folder)))
@@ -51,15 +76,25 @@ def _zero(stage):
     return f"configs/deepspeed/zero{stage}.json"
 
 
+def _asked(folder):
+    """Evaluation while training: three held-out prompts every five steps."""
+    return dict(
+        eval_steps=5, benchmarks=[write_prompts(folder / "asked.jsonl", 5)], eval_prompts=2, train_eval_prompts=3,
+        max_new_tokens=6, budget=6, width=2, candidates=8,
+    )  # fmt: skip
+
+
 def _make(folder, rows, **options):
     folder.mkdir()
     write_run(folder, answer_rows(rows), **options)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_resume_is_exact_bit_for_bit(scenarios, rank):
-    straight = torch.load(scenarios / f"straight-{rank}.pt")
-    resumed = torch.load(scenarios / f"resumed-{rank}.pt")
+@pytest.mark.parametrize(("one", "two"), [("straight", "resumed"), ("mixed", "mixed-resumed")])
+def test_resume_is_exact_bit_for_bit(scenarios, rank, one, two):
+    """Twice ten steps; and packed rows with workers, interrupted while the first epoch fills the cache."""
+    straight = torch.load(scenarios / f"{one}-{rank}.pt")
+    resumed = torch.load(scenarios / f"{two}-{rank}.pt")
     assert straight.keys() == resumed.keys() and len(straight["moments"]) >= 3
     for name, value in straight.items():
         pairs = zip(value, resumed[name], strict=True) if isinstance(value, list) else [(value, resumed[name])]
@@ -70,6 +105,17 @@ def test_logged_losses_of_a_resumed_run_are_equal(scenarios):
     straight, split = losses(scenarios / "straight"), losses(scenarios / "split")
     assert len(straight) == 20 and straight == split
     assert len(set(straight)) == 20
+    mixed = losses(scenarios / "mixed")
+    assert len(mixed) == 12 and mixed == losses(scenarios / "mixed-split")
+
+
+def test_zero_3_with_gradient_checkpointing_gives_the_losses_of_zero_1(scenarios):
+    """TRAPS 48, 50 where parameters are in pieces: the loss reads the heads' weights, and a checkpoint is whole."""
+    assert losses(scenarios / "zero3") == pytest.approx(losses(scenarios / "global"), rel=1e-4)
+    drafter = load_drafter(str(scenarios / "zero3" / "run" / "checkpoints" / "checkpoint-6"))
+    other = load_drafter(str(scenarios / "global" / "run" / "checkpoints" / "checkpoint-6"))
+    for (name, a), b in zip(drafter.model.state_dict().items(), other.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-2, msg=name)
 
 
 def test_one_and_two_ranks_give_the_same_losses(scenarios):
@@ -124,3 +170,72 @@ def test_the_optimizer_counts_beyond_256_steps_after_a_resume(tmp_path):
     (tmp_path / "long" / "run" / "checkpoints" / "checkpoint-259").rename(tmp_path / "set-aside")
     succeed(run_ranks(1, SCRIPT, "long_run", str(tmp_path)))
     assert set(json.loads((tmp_path / "long.json").read_text())) == {259}
+
+
+def test_evaluation_while_training_is_the_same_on_all_ways(scenarios):
+    """Straight and resumed runs decode the same prompts with the same weights; ZeRO-3 gathers its pieces first."""
+    straight, split, zero3 = (
+        {line["step"]: line for line in log_lines(scenarios / name) if "eval_tau_dartree_pruned" in line}
+        for name in ("straight", "split", "zero3")
+    )
+    assert list(straight) == list(split) == [5, 10, 15, 20] and list(zero3) == [5, 6]
+    for step, line in straight.items():
+        same = [name for name in line if name.startswith("eval_") and name != "eval_seconds"]
+        assert len(same) > 9 and all(line[name] == split[step][name] for name in same)
+        assert line["eval_equal_ar_dartree_pruned"] == 1.0 and line["eval_tau_dartree_pruned"] >= 1.0
+    state = json.loads((scenarios / "split/run/checkpoints/checkpoint-20/trainer_state.json").read_text())
+    taus = {step: line["eval_tau_dartree_pruned"] for step, line in straight.items()}
+    assert state["best_metric"] == max(taus.values()) == taus[state["best_global_step"]]
+    assert (scenarios / f"split/run/checkpoints/checkpoint-{state['best_global_step']}").is_dir()
+
+
+def test_a_lora_run_ends_in_a_merged_drafter_with_its_adapter(scenarios):
+    """Two ranks, DeepSpeed: the finished drafter is the start with the adapter merged, and the new head."""
+    folder = scenarios / "lora" / "run" / "drafter"
+    provenance = json.loads((folder / "provenance.json").read_text())
+    drafter, start = load_drafter(str(folder)), load_drafter(str(scenarios / "start"))
+    assert provenance["semantic"]["trainable"] == "lora" and drafter.spec.head_type == "domino"
+    lora = load_file(folder / FOLDER / "adapter_model.safetensors")
+    name = "layers.1.mlp.up_proj"
+    up, down = (lora[f"base_model.model.{name}.lora_{part}.weight"] for part in "BA")
+    expected = start.model.get_submodule(name).weight + 32 / 4 * up @ down
+    torch.testing.assert_close(drafter.model.get_submodule(name).weight, expected, atol=1e-6, rtol=1e-5)
+    assert up.abs().max() > 0 and torch.equal(drafter.model.norm.weight, start.model.norm.weight)
+
+
+def test_wandb_offline_holds_config_code_and_a_table_of_drafts(scenarios):
+    (files,) = (scenarios / "lora" / "run" / "wandb").glob("offline-run-*/files")
+    (binary,) = files.parent.glob("*.wandb")
+    content = binary.read_bytes()
+    for word in (b"git_commit", b"lora_rank", b"eval/tau_dartree_pruned", b"train/loss"):
+        assert word in content, word
+    tables = [json.loads(path.read_text()) for path in files.rglob("*.table.json")]
+    assert len(tables) == 2 and all(t["columns"] == list(Example.__annotations__) for t in tables)
+    assert {row[0] for row in max(tables, key=lambda t: len(t["data"]))["data"]} == {5, 6}
+
+
+def test_csv_and_curves_hold_what_the_log_holds(scenarios):
+    run = scenarios / "lora" / "run"
+    lines = log_lines(scenarios / "lora")
+    with open(run / "train_log.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["step"] for row in table] == [str(line["step"]) for line in lines]
+    for row, line in zip(table, lines, strict=True):
+        assert {name: float(value) for name, value in row.items() if value} == pytest.approx(line)
+    assert (run / "train_curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    wanted = {"loss", "grad_norm", "final_run", "recall", "accuracy_1", "base_accuracy_3", "tokens_per_second"}
+    assert wanted | {"data_share", "peak_memory_gb", "learning_rate"} <= lines[0].keys()
+    assert 0 <= lines[0]["data_share"] <= 1 and 0 <= lines[0]["final_run"] <= 3
+
+
+def test_the_overfit_check_passes_a_right_layout_and_fails_a_shifted_one(tmp_path):
+    """Labels one token too far: the sample is learned to the last slot, and decoding accepts nothing."""
+    _make(tmp_path / "overfit", 6)
+    succeed(run_ranks(1, SCRIPT, "check_overfitting", str(tmp_path)))
+    right, wrong = json.loads((tmp_path / "overfit.json").read_text())
+    assert (right["code"], right["passed"], wrong["code"], wrong["passed"]) == (0, True, 1, False)
+    assert min(right["looks"][-1]["accepted"].values()) >= 2.7 and wrong["accuracy"] > 0.9
+    assert max(wrong["looks"][-1]["accepted"].values()) < 0.5
+    assert "labels, positions or masks differ between training and decoding" in wrong["said"]
+    # Nothing but its log is left in the run.
+    assert {p.name for p in (tmp_path / "overfit" / "run").iterdir()} == {"answers", "overfit_check.json"}

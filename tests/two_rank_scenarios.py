@@ -4,16 +4,21 @@ Several scenarios share a process, because starting one costs seconds. Resuming 
 nothing can survive in memory.
 """
 
+import contextlib
+import io
 import json
+import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
 
+from data import batches
 from data.settings import load_config
-from training import session
+from training import overfit, session, train_drafter
 from training.plan import prepare
 from training.train_drafter import _single_process_defaults
 
@@ -64,6 +69,32 @@ def straight(folder):
     moved = (norm - norm_before(trainer)).abs().max().item()
     if rank == 0:
         (folder / "bf16.json").write_text(json.dumps({"dtype": str(trainer.model.dtype), "moved": moved}))
+    torch.save(states(run(folder / "mixed" / "config.yaml")), folder / f"mixed-{rank}.pt")
+    run(folder / "mixed-split" / "config.yaml", stop=3)
+    finish_lora(folder)
+    run(folder / "zero3" / "config.yaml")  # last: transformers then believes in ZeRO-3 for good
+
+
+def finish_lora(folder):
+    """A LoRA run to its end, reported to wandb without an account."""
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    plan = prepare(load_config(str(folder / "lora" / "config.yaml")))
+    session.train(plan, *session.build(plan))
+
+
+def check_overfitting(folder):
+    """The gate with the right layout, and with labels one token further than decoding reads them."""
+    said, results, labels = io.StringIO(), [], batches.block_labels
+    overfit.STEPS = 75
+    for shift in (0, 1):
+        batches.block_labels = lambda sample, *options, by=shift: labels(
+            replace(sample, anchors_N=sample.anchors_N + by), *options
+        )
+        with contextlib.redirect_stdout(said):
+            code = train_drafter.main([str(folder / "overfit" / "config.yaml"), "--overfit_check"])
+        log = json.loads((folder / "overfit" / "run" / overfit.LOG).read_text())
+        results.append({"code": code, "said": said.getvalue(), **log})
+    (folder / "overfit.json").write_text(json.dumps(results))
 
 
 def norm_before(trainer):
@@ -75,6 +106,8 @@ def norm_before(trainer):
 def resumed(folder):
     trainer = run(folder / "split" / "config.yaml")
     torch.save(states(trainer), folder / f"resumed-{trainer.args.process_index}.pt")
+    trainer = run(folder / "mixed-split" / "config.yaml")
+    torch.save(states(trainer), folder / f"mixed-resumed-{trainer.args.process_index}.pt")
 
 
 def long_run(folder):
@@ -102,4 +135,4 @@ def pause_in_save(folder):
 
 if __name__ == "__main__":
     _single_process_defaults()
-    {f.__name__: f for f in (straight, resumed, long_run, pause_in_save)}[sys.argv[1]](Path(sys.argv[2]))
+    {f.__name__: f for f in (straight, resumed, long_run, pause_in_save, check_overfitting)}[sys.argv[1]](Path(sys.argv[2]))

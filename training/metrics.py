@@ -23,7 +23,7 @@ class Window:
     def __init__(self):
         self.sums_KT: Tensor | None = None
         self.tokens: Tensor | int = 0
-        self.started = time.monotonic()
+        self.started: float | None = None  # at the first batch: what comes before is no training
         self.loading = self.away = 0.0
 
     def add(self, statistics_KT: Tensor, batch: Batch) -> None:
@@ -34,6 +34,7 @@ class Window:
     def timed(self, name: str) -> Iterator[None]:
         """Adds the seconds inside to `loading`, or to `away` (evaluations and saves, which are no training)."""
         start = time.monotonic()
+        self.started = self.started or start
         yield
         setattr(self, name, getattr(self, name) + time.monotonic() - start)
 
