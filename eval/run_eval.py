@@ -11,16 +11,19 @@ each request has its own random stream.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
+
+if not __package__:
+    # Run as a script by DeepSpeed's launcher: Python looks into this folder first, where inspect.py and trace.py would
+    # hide its own modules of these names.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script by DeepSpeed's launcher
 
 import torch.distributed as dist
 from tqdm import tqdm
