@@ -5,6 +5,7 @@ Copied into exports: torch only. Shape suffixes: as in head.py.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from .head import CorrectionHead, Embed, linear
@@ -47,8 +48,9 @@ class DominoHead(CorrectionHead):
         return self._step(embed(token), state)
 
     def _step(self, embeds: Tensor, state: Tensor) -> Tensor:
-        # A sequence of one step, all blocks or nodes as its batch.
-        flat_state = state.reshape(1, -1, self.state_size).contiguous()
-        flat_embeds = embeds.reshape(1, -1, self.hidden_size).to(state.dtype)
-        _, state_new = self.prefix_gru(flat_embeds, flat_state)
+        # All blocks or nodes are the batch of one step. The cell has the values of `nn.GRU`, which wraps it in a loop
+        # over time: 0.25 ms a step more on a CPU, where a step takes 0.4 (sizes of the demo).
+        gru = self.prefix_gru
+        flat_state, flat_embeds = state.reshape(-1, self.state_size), embeds.reshape(-1, self.hidden_size)
+        state_new = torch.gru_cell(flat_embeds.to(state.dtype), flat_state, gru.weight_ih_l0, gru.weight_hh_l0)
         return state_new.view(state.shape)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.checkpoint import Drafter
+from models.bundle import Drafter
 
 
 @dataclass
@@ -100,7 +100,7 @@ def empty_tree(requests: int, device) -> Tree:
 
 def check_logits(logits: Tensor) -> None:
     """NaN drafts are an error, not a bad proposal (TRAP 41)."""
-    if torch.isnan(logits).any():
+    if torch.isnan(logits.amax(dim=-1)).any():  # NaN wins every maximum, and one pass finds it
         raise ValueError("the drafter's logits hold NaN: the checkpoint or the target's features are broken")
 
 
@@ -152,17 +152,19 @@ def batched_tree(draft: Draft, drafter: Drafter, embed, widths: list[int], candi
     base_RTK, index_RTK = draft.logits_RTV.topk(count, dim=-1)
     ids_RTK = drafter.to_target_ids(index_RTK)
     if head is not None:
-        slots, rows_RTKE = head.prepare(draft.hidden_RTD), head.rows(index_RTK)
+        # Transposed once for all depths: a batched product would copy its part at each of them.
+        slots, rows_RTEK = head.prepare(draft.hidden_RTD), head.rows(index_RTK).transpose(2, 3).contiguous()
         state = head.initial_state(draft.anchor_R[:, None], embed)
     parent_score_RW = base_RTK.new_zeros(requests, 1)
     parent_node_RW = torch.zeros(requests, 1, dtype=torch.long, device=base_RTK.device)
+    row_R1 = torch.arange(requests, device=base_RTK.device)[:, None]
     levels, offset = [], 0
     for t in range(depths):
         if widths[t] == 0:  # a budget smaller than the depths ends the tree early
             break
         scores_RWK = base_RTK[:, t, None, :].expand(-1, parent_score_RW.shape[1], -1)
         if head is not None and corrected[t]:
-            scores_RWK = scores_RWK + (head.code(state, slots[:, t, None]) @ rows_RTKE[:, t].transpose(1, 2)).float()
+            scores_RWK = scores_RWK + (head.code(state, slots[:, t, None]) @ rows_RTEK[:, t]).float()
         # Normalised before the parent is added: rounding can then never lift a child above its parent (Lemma 1).
         path_RWK = parent_score_RW[..., None] + torch.log_softmax(scores_RWK, dim=-1).clamp(max=0)
         order = path_RWK.flatten(1).sort(dim=1, descending=True, stable=True)
@@ -170,13 +172,15 @@ def batched_tree(draft: Draft, drafter: Drafter, embed, widths: list[int], candi
         score_RW, pick_RW = order.values[:, :width], order.indices[:, :width]
         from_RW = pick_RW // count
         token_RW = ids_RTK[:, t].gather(1, pick_RW % count)
-        levels.append((token_RW, parent_node_RW.gather(1, from_RW), torch.full_like(token_RW, t + 1), score_RW))
+        levels.append((token_RW, parent_node_RW.gather(1, from_RW), score_RW))
         parent_node_RW = offset + 1 + torch.arange(width, device=score_RW.device).expand(requests, -1)
         parent_score_RW, offset = score_RW, offset + width
         if head is not None and t + 1 < depths:
-            chosen = state.gather(1, from_RW[..., None].expand(-1, -1, state.shape[-1]))
-            state = head.advance(chosen, token_RW, embed, slots[:, t, None])
-    tokens, parents, depth, score = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+            # Whole rows: a gather would go element by element.
+            state = head.advance(state[row_R1, from_RW], token_RW, embed, slots[:, t, None])
+    tokens, parents, score = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    depths_N = [t + 1 for t, level in enumerate(levels) for _ in range(level[0].shape[1])]
+    depth = torch.tensor(depths_N, device=score.device).expand(requests, -1)
     return Tree(tokens, parents, depth, score, torch.zeros_like(tokens), [tokens.shape[1]] * requests)
 
 

@@ -39,10 +39,12 @@ def choose_tokens(logits_RV: Tensor, temperature: float, uniforms_R: Tensor) -> 
 
     Raises ValueError for NaN logits. fp64 sums keep a 150k-token cumulative distribution exact enough to invert.
     """
-    if torch.isnan(logits_RV).any():
+    # One pass for both: NaN wins every maximum, and on a CPU `argmax` takes four times as long in bf16.
+    best = logits_RV.max(dim=-1)
+    if torch.isnan(best.values).any():
         raise ValueError("the target's logits hold NaN: its weights or dtype are broken")
     if temperature == 0:
-        return logits_RV.argmax(dim=-1)
+        return best.indices
     return invert(torch.softmax(logits_RV.float() / temperature, dim=-1), uniforms_R)
 
 
