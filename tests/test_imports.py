@@ -25,6 +25,7 @@ DECLARED = {
         "gguf",
         "huggingface_hub",
         "jinja2",
+        "peft",
     },
 }
 DECLARED["eval"] = DECLARED["data"] | {"matplotlib"}
