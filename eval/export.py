@@ -1,7 +1,7 @@
 """Stage `export`: a drafter folder for other programs, in one of the public formats.
 
     bash launch.sh export [CONFIG] [--drafter DIR] [--output DIR] [--dtype bf16] [--format FORMAT] [--target T]
-    bash launch.sh export DRAFTER --output DIR [--format FORMAT] [--target T]
+    bash launch.sh export DRAFTER --output DIR [--format FORMAT] [--target T] [--push_to_hub OWNER/NAME [--private]]
 
 Reads the finished RUN/drafter (or a drafter folder or Hub id, in any format that we read) and, when it belongs to that
 drafter, RUN/results.json. Writes RUN/export/ (or --output): config.json with every default spelled out,
@@ -24,7 +24,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import models
+from transformers.utils.logging import disable_progress_bar
+
 from data.answers import make_folder
 from data.fetch_target import resolve_target
 from data.settings import RunConfig, run_stage
@@ -35,13 +36,10 @@ from models.formats.writing import needs_target, write_checkpoint
 from models.target import Target, choose_dtype, load_target
 
 from .model_card import describe_target, model_card
+from .publish import check_access, push
 from .report import read_provenance, read_results
+from .standalone import CUSTOM_GENERATE, DRAFTER, standalone
 
-# The entry comes first; it imports the others relatively, which transformers' loader follows.
-MODELLING_FILES = (
-    "drafter.py", "block_attention.py", "configuration.py", "heads.py", "head.py", "head_domino.py",
-    "head_markov.py", "head_confidence.py",
-)  # fmt: skip
 AUTO_MAP = {"AutoModel": "drafter.DFlashDraftModel"}
 MARKER = "export.json"
 
@@ -66,7 +64,9 @@ def drafter_argument(stage: str, argv: list[str]) -> list[str]:
 def export(config: RunConfig) -> Path:
     """Writes the export of a run and returns its folder. Raises ValueError for the user's mistakes."""
     output = Path(config.output or config.path("export")).resolve()
-    check_output(output, config.run_dir)
+    check_output(output, config.drafter or config.run_dir)
+    if config.push_to_hub:
+        check_access(config.push_to_hub)
     source = finished_drafter(config.run_dir, config.drafter)
     dtype = None if config.dtype == "auto" else choose_dtype(config.dtype, "cpu")
     drafter = load_drafter(source, dtype, allow_extra=config.allow_extra)
@@ -83,6 +83,8 @@ def export(config: RunConfig) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"export: {source} -> {output} (format {config.format}, {drafter.model.dtype})")
+    if config.push_to_hub:
+        print(f"uploaded: {push(output, config.push_to_hub, config.private)}")
     return output
 
 
@@ -90,13 +92,14 @@ def read_target(config: RunConfig, drafter: Drafter) -> Target | None:
     """The target, in the drafter's dtype, if this export needs it. Raises ValueError when it is another drafter's."""
     if not needs_target(drafter, config.format):
         return None
+    disable_progress_bar()  # transformers' own, for loading weights
     target = load_target(resolve_target(config), drafter.model.dtype, trust_remote_code=config.trust_remote_code)
     check_against_target(drafter.spec, drafter.model.config, target)
     return target
 
 
-def check_output(output: Path, run_dir: str) -> None:
-    """The output must be new, empty, or an earlier export of the same run."""
+def check_output(output: Path, origin: str) -> None:
+    """The output must be new, empty, or an earlier export of the same run (or of the same drafter of no run)."""
     for parent in output.parents:
         if parent.exists() and not parent.is_dir():
             raise ValueError(f"output: {output} lies under {parent}, which is a file")
@@ -104,13 +107,13 @@ def check_output(output: Path, run_dir: str) -> None:
         return
     if not output.is_dir():
         raise ValueError(f"output: {output} is a file")
-    if any(output.iterdir()) and read_marker(output).get("run") != run_identity(run_dir):
-        raise ValueError(f"output: {output} is not empty and not an export of {run_dir}: choose another --output")
+    if any(output.iterdir()) and read_marker(output).get("run") != run_identity(origin):
+        raise ValueError(f"output: {output} is not empty and not an export of {origin}: choose another --output")
 
 
-def run_identity(run_dir: str) -> str:
-    """A name for the run's folder that tells nothing about the machine's paths."""
-    return hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:16]
+def run_identity(origin: str) -> str:
+    """A name for the folder of a run or drafter that tells nothing about the machine's paths."""
+    return hashlib.sha256(os.path.realpath(origin).encode()).hexdigest()[:16]
 
 
 def read_marker(folder: Path) -> dict:
@@ -132,16 +135,23 @@ def write_export(folder: Path, drafter: Drafter, target: Target | None, source: 
     if config.format == "transformers":
         keys = json.loads((folder / "config.json").read_text())
         write_json(folder / "config.json", keys | {"auto_map": AUTO_MAP})
-        for name in MODELLING_FILES:
-            shutil.copyfile(Path(models.__file__).parent / name, folder / name)
+        write_code(folder)
     provenance = without_paths(read_provenance(source))
     if provenance is not None:
         write_json(folder / "provenance.json", provenance)
     results = without_paths(results_of(config, source, provenance))
     (folder / "README.md").write_text(model_card(drafter, config.target, provenance, results))
-    write_json(folder / MARKER, {"export": 1, "run": run_identity(config.run_dir)})
-    for path in folder.iterdir():
-        path.chmod(0o644)  # safetensors writes files for their owner alone
+    write_json(folder / MARKER, {"export": 1, "run": run_identity(config.drafter or config.run_dir)})
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes files for their owner alone
+
+
+def write_code(folder: Path) -> None:
+    """The modules that transformers runs: the drafter's, and the tree decoding of `custom_generate`."""
+    (folder / "custom_generate").mkdir()
+    for entry, place in ((DRAFTER, folder), (CUSTOM_GENERATE, folder / "custom_generate")):
+        for name, text in standalone(*entry).items():
+            (place / name).write_text(text, encoding="utf-8")
 
 
 def without_paths(value):
@@ -158,10 +168,14 @@ def results_of(config: RunConfig, source: str, provenance: dict | None) -> dict 
     path = Path(config.path("results.json"))
     if not path.is_file():
         return None
-    results = read_results(path)
-    measured = without_paths(results["settings"].get("provenance"))
-    same_folder = Path(results["settings"].get("drafter") or "").resolve() == Path(source).resolve()
-    return results if measured == provenance and (same_folder or provenance is not None) else None
+    # Looked at before it is read in full: a run's older or broken file is no matter of another drafter's export.
+    try:
+        settings = json.loads(path.read_text())["settings"]
+        measured, folder = without_paths(settings.get("provenance")), Path(settings.get("drafter") or "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return read_results(path)
+    same_folder = folder.resolve() == Path(source).resolve()
+    return read_results(path) if measured == provenance and (same_folder or provenance is not None) else None
 
 
 def replace_folder(temporary: Path, output: Path) -> None:

@@ -49,8 +49,9 @@ class Target:
         forwards: number of forwards so far.
     """
 
-    def __init__(self, model: nn.Module, tokenizer=None, path: str = ""):
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: nn.Module, tokenizer=None, path: str = "", freeze: bool = True):
+        # A model that is its owner's, lent for one call, keeps its mode and its gradients: `freeze=False`.
+        self.model = model.eval().requires_grad_(False) if freeze else model
         self.tokenizer, self.path = tokenizer, path
         self.decoder, self.config = model.get_decoder(), model.config.get_text_config()
         refuse_unsupported(self.config)

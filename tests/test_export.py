@@ -51,10 +51,18 @@ options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, d
 own = target.generate(ids, **options)[0].tolist()
 calls["target"] = 0
 drafted = target.generate(ids, assistant_model=drafter, speculation_type="dflash", **options)[0].tolist()
+counted = dict(calls)
+calls["drafter"] = 0
+forwards = []
+target.get_decoder().register_forward_hook(lambda *_: forwards.append(1))
+trees = dict(assistant_model=drafter, custom_generate=folder, trust_remote_code=True, **options)
+tree = target.generate(ids, **trees)[0].tolist()
+drafts = calls["drafter"]
 torch.manual_seed(0)
 hidden = drafter(torch.randn(1, 5, 32), torch.randn(1, 3, 64)).last_hidden_state
 torch.save({"state": drafter.state_dict(), "hidden": hidden, "inv_freq": drafter.rotary_emb.inv_freq}, "out.pt")
-print(json.dumps({"own": own, "drafted": drafted, **calls, "class": type(drafter).__module__}))
+said = {"own": own, "drafted": drafted, **counted, "class": type(drafter).__module__}
+print(json.dumps(said | {"tree": tree, "tree_drafter": drafts, "tree_target": len(forwards)}))
 """
 
 
@@ -118,6 +126,9 @@ def test_transformers_drafts_with_a_learned_drafter_and_emits_the_targets_tokens
     # Four drafts a round, nearly all accepted: a misplaced position, label or context would accept almost none.
     assert said["drafter"] >= 4
     assert said["target"] <= 8
+    # The folder's own tree decoding, one prefill and a forward a round.
+    assert said["tree"] == said["own"]
+    assert said["tree_target"] == said["tree_drafter"] + 1 <= 8
     assert said["class"].startswith("transformers_modules.")
 
 
@@ -126,8 +137,9 @@ def test_transformers_computes_what_we_compute_and_stays_lossless_with_a_random_
     drafter = yarn_drafter(draft_vocab_size=12)
     drafter.draft_ids = torch.arange(4, 64, 5)
     said, tensors = client(tmp_path, target, export(make_run(tmp_path, drafter)))
-    assert said["drafted"] == said["own"]
+    assert said["drafted"] == said["own"] == said["tree"]
     assert said["drafter"] >= NEW_TOKENS // 5
+    assert NEW_TOKENS // 5 <= said["tree_drafter"] == said["tree_target"] - 1
     # The class of the export computes what ours does, bit for bit.
     torch.manual_seed(0)
     hidden = drafter.model(torch.randn(1, 5, 32), torch.randn(1, 3, 64)).last_hidden_state
@@ -248,8 +260,9 @@ def test_command_exports_and_replaces_its_own_export(tmp_path, capsys):
     assert torch.equal(load_file(output / "model.safetensors")["fc.weight"], new)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["drafter", "export"]
     assert sorted(p.name for p in output.iterdir()) == [
-        "README.md", "block_attention.py", "config.json", "configuration.py", "drafter.py", "export.json", "head.py", "head_confidence.py",
-        "head_domino.py", "head_markov.py", "heads.py", "model.safetensors",
+        "README.md", "block_attention.py", "config.json", "configuration.py", "custom_generate", "drafter.py",
+        "export.json", "head.py", "head_confidence.py", "head_domino.py", "head_markov.py", "heads.py",
+        "model.safetensors",
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from models.checkpoint import Drafter
+from models.bundle import Drafter
 
 from .policy import TreeOptions
 from .tree import Draft, Tree

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models.checkpoint import Drafter
+from models.bundle import Drafter
 from models.target import Target
 
 from .cache import TreeCache, column_bytes

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.checkpoint import Drafter
+from models.bundle import Drafter
 
 from .confidence import cut_chain
 from .tree import Distributions, Draft, Tree, check_logits
