@@ -116,3 +116,21 @@ def test_the_kernel_is_chosen_by_the_device():
     assert choose_attention("sdpa", "cuda:0") == "sdpa"
     with pytest.raises(ValueError, match="attention flex needs a CUDA device, the device is cpu"):
         choose_attention("flex", "cpu")
+
+
+@pytest.mark.parametrize("head", ["none", "domino"])
+def test_gradient_checkpointing_changes_no_loss_and_no_gradient(head):
+    target, results = tiny_target(), []
+    for checkpointing in (False, True):
+        model = tiny_drafter(target, head_type=head, scale=0.3).model.requires_grad_(True).train()
+        calls = []
+        model.layers[0].self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        sums = block_loss(model, model, Objective(target, None, 100), packed_batch(model.spec), 0.3)
+        sums.numerator.backward()
+        assert len(calls) == 1 + checkpointing  # the layer runs again in the backward pass
+        results.append((sums.numerator.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    for name, gradient in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], gradient, msg=name)

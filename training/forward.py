@@ -1,11 +1,11 @@
 """The training forward: frozen target around the drafter, loss inside it.
 
-Shape suffixes: R rows, S context tokens, C concatenated tap width L*D, D hidden, N anchors, B slots.
+Shape suffixes: R rows, S context tokens, C concatenated tap width L*D, D hidden, N anchors, B slots,
+Q = N*B, K statistics, T depths.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -68,10 +68,17 @@ def block_loss(
     if batch.taps_RSC is None or (teacher and batch.final_RSD is None):
         batch = capture_batch(target, batch, drafter.spec.target_layer_ids, teacher, source)
     kernel, context = drafter.config._attn_implementation, batch.tokens_RS.shape[1]
-    return engine(
+
+    def loss_of(hidden_RQD: Tensor) -> tuple[Tensor, Tensor]:
+        # A plain tuple: ZeRO-3 hangs its hooks on the tensors of a module's output, and finds them in no class of ours.
+        sums = objective(drafter, batch, lam, hidden_RQD)
+        return sums.numerator, sums.statistics_KT
+
+    numerator, statistics_KT = engine(
         noise_embeds=target.embed(batch.block_ids_RNB.flatten(1)),
         context_hidden_states=batch.taps_RSC,
         attention_mask=attention_mask(kernel, batch.anchors_RN, batch.starts_RN, context, drafter.spec.block_size),
         position_ids=batch.position_ids_RP,
-        loss_fn=functools.partial(objective, drafter, batch, lam),
+        loss_fn=loss_of,
     )
+    return LossSums(numerator, statistics_KT)

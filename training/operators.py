@@ -11,7 +11,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 NAME = "deepspeed_shm_comm"
-STALE_SECONDS = 300  # a build takes one minute on a slow core
+STALE_SECONDS = 600  # a build takes about a minute; on a disk that machines share, its process may not be seen here
 
 
 def build() -> None:
@@ -30,11 +30,22 @@ def drop_stale_lock() -> None:
     for lock in root.glob(f"**/{NAME}/lock"):
         try:
             age = time.time() - lock.stat().st_mtime
-            if age > STALE_SECONDS:
+            if age > STALE_SECONDS and not _is_open(lock):
                 lock.unlink()
                 log.warning("removed %s, which a killed build left %.0f minutes ago", lock, age / 60)
         except FileNotFoundError:  # its owner, or another rank, was faster
             continue
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process of this machine holds the file open, as torch does while it builds."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if descriptor.readlink() == path:
+                return True
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return False
 
 
 if __name__ == "__main__":

@@ -80,7 +80,15 @@ def operational_options(config: RunConfig, arguments: argparse.Namespace, semant
     options = ours | {key: getattr(arguments, key) for key in config.training}
     for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         options[key] = getattr(arguments, key)
-    left_out = {*semantic, *_OF_A_START, "num_taps", "global_batch_size", "deepspeed", "resume_from_checkpoint"}
+    left_out = {
+        *semantic,
+        *_OF_A_START,
+        "num_taps",
+        "global_batch_size",
+        "training",
+        "deepspeed",
+        "resume_from_checkpoint",
+    }
     kept = {key: value for key, value in options.items() if key not in left_out}
     return json.loads(json.dumps(kept, default=str))
 
@@ -90,4 +98,10 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if not before:
         return []
     names = sorted({*before, *now})
-    return [f"{k} {before.get(k)} -> {now.get(k)}" for k in names if before.get(k) != now.get(k)]
+    pairs = {name: (before.get(name), now.get(name)) for name in names}
+    return [f"{name} {_plain(was)} -> {_plain(value)}" for name, (was, value) in pairs.items() if was != value]
+
+
+def _plain(value: Any) -> Any:
+    # TrainingArguments keeps counts of steps as floats.
+    return int(value) if isinstance(value, float) and value.is_integer() else value

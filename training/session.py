@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import PrinterCallback, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from eval.environment import git_commit, git_diff, hardware, versions
@@ -44,6 +45,7 @@ def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
         prepare_wandb(plan.config)
         callbacks.append(Tracking(described(plan), evaluation))
     adapters.choose_trainable(model, plan.config)
+    declare_head(model)
     trainer = DrafterTrainer(
         model=model,
         args=arguments,
@@ -82,6 +84,18 @@ def build_model(plan: TrainingPlan, fresh: bool) -> DFlashDraftModel:
         if not warm_head:
             zero_correction(model)
     return model
+
+
+def declare_head(model: DFlashDraftModel) -> None:
+    """Tells ZeRO-3 that the drafter's own forward uses the heads' weights: the loss reads them outside their modules,
+    where nothing would gather them."""
+    if is_deepspeed_zero3_enabled():
+        import deepspeed
+
+        heads = adapters.head_names(model)
+        for name, parameter in model.named_parameters():
+            if name in heads:
+                deepspeed.zero.register_external_parameter(model, parameter)
 
 
 def build_evaluation(

@@ -32,6 +32,10 @@ class OnlineSource:
     def get(self, row: AnswerRow) -> Features | None:
         return None
 
+    def flush(self) -> None:
+        """Puts on disk what was added; called before a checkpoint is written, so that a resume finds what it had."""
+        return None
+
     def start_epoch(self) -> None:
         return None
 
@@ -60,6 +64,9 @@ class CacheSource(OnlineSource):
 
     def add(self, row_id: str, taps_SC: Tensor, final_SD: Tensor) -> None:
         self.cache.add(self._rows[row_id], taps_SC, final_SD)
+
+    def flush(self) -> None:
+        self.cache.flush()
 
     def start_epoch(self) -> None:
         """All ranks call this: what each has captured becomes readable by all, since rows change ranks."""

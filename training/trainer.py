@@ -169,6 +169,7 @@ class DrafterTrainer(Trainer):
     def _save_checkpoint(self, model, trial) -> None:
         """Writes into an unfinished folder and renames it, so that a kill at any time leaves whole checkpoints only."""
         with self.window.timed("away"), saving(self.args.output_dir, self.state.global_step):
+            self.train_dataset.source.flush()
             self._staging = True
             super()._save_checkpoint(model, trial)
             self._staging = False
