@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from data.settings import StageError, load_config
 from models.checkpoint import load_drafter
 from models.drafter import DFlashDraftModel
-from test_trainer import make_trainer
 from tiny import MASK
+from trainers import make_trainer
 from training import operators, train_drafter
 from training.checkpoints import PROVENANCE, RUN_FILE, newest_checkpoint, saving, write_json
 from training.plan import prepare
