@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from data.settings import RunConfig
+from data.target_adapter import adapter_digest
 from models.checkpoint import DRAFT_VOCABULARY
 
 from .calibration import CALIBRATION
@@ -50,6 +51,8 @@ def fingerprints(config: RunConfig, drafter_folder: str) -> tuple[str, str]:
         if os.path.isfile(source):
             weights.update(Path(source).read_bytes())
     options = options_of(config)
+    if config.target_adapter:
+        options["target_adapter"] = adapter_digest(config.target_adapter)
     decided = {name: value for name, value in options.items() if name not in _GROWING}
     mark = hashlib.sha256(json.dumps(decided, sort_keys=True).encode() + weights.digest())
     whole = hashlib.sha256(json.dumps(options, sort_keys=True).encode() + weights.digest())

@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from data.answers import target_identity
 from data.settings import RunConfig, StageError
+from data.target_adapter import adapter_digest
 from training.arguments import zero_stage
 
 # Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`: nothing resumes it.
@@ -111,6 +112,8 @@ def semantic_options(config, arguments, taps: Sequence[int], world_size: int, ro
     # ZeRO's optimizer state is cut into one piece a rank, by stage; it holds fp32 copies of bf16 weights.
     options |= {"world_size": world_size, "bf16": arguments.bf16, "zero_stage": zero_stage(arguments.deepspeed)}
     options["answers"] = answers_digest(rows)
+    if config.target_adapter:
+        options["target_adapter"] = adapter_digest(config.target_adapter)
     if config.init_drafter:
         options["init_drafter"] = target_identity(config.init_drafter)
     if config.trainable != "all":
