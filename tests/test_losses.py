@@ -11,10 +11,11 @@ from data.batches import collate
 from data.settings import RunConfig
 from models.heads import HEADS
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
+from trainers import block_hidden
 from training.forward import block_loss, capture_batch
-from training.objective import STATISTICS, Objective, Terms, batch_gamma, curriculum, dpace_weights
+from training.objective import STATISTICS, Objective, Terms, batch_gamma, curriculum
 from training.rows import TrainingRows
-from training.slot_loss import Mixture
+from training.slot_loss import Mixture, dpace_weights
 from training_runs import answer_rows
 
 BLOCK, GAMMA = 5, 3.0
@@ -126,13 +127,10 @@ def check(terms, lam=0.4, **options):
     """The chunked loss equals the reference in value and in every gradient."""
     target, model, objective, batch = setup(terms, chunk=3, **options)
     sums, found = run(model, objective, batch, lam)
-    reference, holder = Reference(target, objective), {}
     model.zero_grad()
-    keep = lambda hidden: holder.setdefault("loss", reference(model, batch, lam, hidden))  # noqa: E731
-    forwarded = lambda **kwargs: model(**{**kwargs, "loss_fn": keep})  # noqa: E731
-    block_loss(forwarded, model, objective, batch, lam)
-    holder["loss"].backward()
-    torch.testing.assert_close(sums.numerator, holder["loss"], rtol=1e-5, atol=1e-5)
+    loss = Reference(target, objective)(model, batch, lam, block_hidden(target, model, batch))
+    loss.backward()
+    torch.testing.assert_close(sums.numerator, loss, rtol=1e-5, atol=1e-5)
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys() == dict(model.named_parameters()).keys()
     for name, gradient in expected.items():
@@ -265,15 +263,14 @@ def test_statistics_against_a_loop_over_blocks():
     terms = Terms(replace(MIXTURES["dspark"], candidates=3), confidence=1.0)
     target, model, objective, batch = setup(terms, rows=4, shifted=True, confidence_head=True)
     # A label that the drafter finds likely now and then: its own argmax at a few slots.
-    hidden = {}
-    block_loss(lambda **k: model(**{**k, "loss_fn": lambda h: hidden.setdefault("h", h)}), model, objective, batch, 0.4)
-    base = target.logits(hidden["h"].unflatten(1, (-1, BLOCK)))
+    hidden = block_hidden(target, model, batch)
+    base = target.logits(hidden.unflatten(1, (-1, BLOCK)))
     batch.labels_RNT[:, ::2, :2] = base.argmax(-1)[:, ::2, :2]
     codes = model.head.teacher_forced_codes(
         batch.block_ids_RNB[..., 0],
         batch.labels_RNT,
         target.embed,
-        model.prediction_slots(hidden["h"].unflatten(1, (-1, BLOCK))),
+        model.prediction_slots(hidden.unflatten(1, (-1, BLOCK))),
     )
     final = torch.where(model.corrected_depths()[:, None], base + codes @ model.head.rows().T, base)
     sums, _ = run(model, objective, batch)

@@ -1,19 +1,22 @@
 """Every head trained: golden losses of ten steps, and a scripted text learned and drafted through the decoding path."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from data.batches import collate
+from data.options import RunConfig
 from eval.decoding.proposals import DraftProposer, TreeOptions
 from models.checkpoint import Drafter
 from tiny import MASK, tiny_drafter, tiny_target
-from trainers import logged, make_trainer
-from training.forward import block_loss, capture_taps
+from trainers import block_hidden, logged, make_trainer
+from training.forward import block_loss, capture_batch, capture_taps
 from training.initialise import initialise_from_target, zero_correction
 from training.objective import STATISTICS, Objective, Terms
+from training.plan import build_spec
 from training.rows import TrainingRows
 from training.slot_loss import Mixture
 from training_runs import answer_rows
@@ -104,10 +107,8 @@ def test_a_confidence_head_learns_which_tokens_are_accepted():
         optimizer.step()
         rows = dict(zip(STATISTICS, sums.statistics_KT, strict=True))
         losses.append((rows["confidence_loss"].sum() / rows["weight"].sum()).item())
-    hidden = {}
-    keep = lambda **kwargs: model(**{**kwargs, "loss_fn": lambda h: hidden.setdefault("h", h)})  # noqa: E731
-    block_loss(keep, model, objective, batch, 0.0)
-    slots = model.prediction_slots(hidden["h"].unflatten(1, (-1, 4)))
+    taps = capture_batch(target, batch, (0, 2), True, None)
+    slots = model.prediction_slots(block_hidden(target, model, taps).unflatten(1, (-1, 4)))
     said = torch.sigmoid(model.confidence_logits(slots, batch.block_ids_RNB[..., 0], batch.labels_RNT))
     codes = model.head.teacher_forced_codes(batch.block_ids_RNB[..., 0], batch.labels_RNT, target.embed, slots)
     drafted = (target.logits(slots) + codes @ model.head.rows().T).softmax(-1)
@@ -119,3 +120,13 @@ def test_a_confidence_head_learns_which_tokens_are_accepted():
     counted = batch.weights_RNT[0] > 0
     assert losses[-1] < losses[0]
     torch.testing.assert_close(said[0][counted], accepted[counted], atol=0.05, rtol=0)
+
+
+def test_options_become_the_spec_of_the_drafter():
+    options = dict(head="markov_gated", head_rank=8, block_size=4, shift_label=True, mask_token_id=MASK)
+    config = RunConfig(**options, enable_confidence_head=True, confidence_head_with_markov=True, num_taps=2)
+    _, spec = build_spec(config, tiny_target(layers=6), answer_rows(2))
+    assert (spec.head_type, spec.pure_draft_prefix_len, spec.num_proposals) == ("markov_gated", 0, 4)
+    assert spec.confidence_head and spec.confidence_with_markov
+    with pytest.raises(ValueError, match="confidence_head_with_markov needs a Markov head, the head is 'domino'"):
+        build_spec(replace(config, head="domino", pure_draft_prefix_len=1), tiny_target(layers=6), answer_rows(2))

@@ -9,6 +9,7 @@ from data.settings import RunConfig
 from models.configuration import DrafterSpec, build_drafter_config
 from models.drafter import DFlashDraftModel
 from tiny import MASK, tiny_target
+from training.attention import dense_mask
 from training.evaluation import EvaluateAtEnd
 from training.progress import Progress
 from training.rows import TrainingRows
@@ -63,6 +64,17 @@ def make_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def block_hidden(target, model, batch):
+    """The backbone's output [R, N*B, D] at all slots of a batch, as the training forward computes it."""
+    context = batch.tokens_RS.shape[1]
+    return model(
+        noise_embeds=target.embed(batch.block_ids_RNB.flatten(1)),
+        context_hidden_states=batch.taps_RSC,
+        attention_mask=dense_mask(batch.anchors_RN, batch.starts_RN, context, model.spec.block_size),
+        position_ids=batch.position_ids_RP,
+    ).last_hidden_state
 
 
 def logged(trainer, key="loss"):

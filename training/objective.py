@@ -29,7 +29,7 @@ from data.batches import Batch
 from data.settings import RunConfig
 from models.drafter import DFlashDraftModel
 from models.target import Target
-from training.slot_loss import VALUES, Chunk, Mixture, SlotLoss, label_probabilities
+from training.slot_loss import VALUES, Chunk, Mixture, SlotLoss, dpace_weights, label_probabilities
 
 # Sums by depth. `X_loss` is weighted (of the final logits but for `base_loss`, both cross entropies), `X_hits` counts
 # slots: `recall` a label among the best base candidates, `agreement` a label that is the target's argmax. `X_run`
@@ -204,20 +204,6 @@ class _Slots:
     hidden_MD: Tensor
     codes_ME: Tensor | None
     depths: int
-
-
-def dpace_weights(probs_RNT: Tensor, mask_RNT: Tensor, alpha: float) -> Tensor:
-    """D-PACE slot weights (arXiv 2605.18810): the gradient of the expected accepted length by log p(label).
-
-    s = (1-alpha) p + alpha where the mask is 1, else 1; w_t = sum over u >= t of mask_u * s_1 ... s_u, which is the
-    part of the expected length that slot t shares in.
-
-    Args:
-        probs_RNT: detached p(label) in [0, 1].
-        mask_RNT: 1 at supervised slots, which are a prefix of each block.
-    """
-    survival_RNT = torch.where(mask_RNT > 0, (1 - alpha) * probs_RNT + alpha, 1.0).cumprod(dim=-1) * mask_RNT
-    return survival_RNT.flip(-1).cumsum(dim=-1).flip(-1) * mask_RNT
 
 
 class FinalStates:

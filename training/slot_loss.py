@@ -5,7 +5,8 @@ kept for, or recomputed in, the backward pass. What a chunk holds at once is at 
 the model's dtype and in fp32, the target's distribution, the gradient of the base logits, and for the final logits
 log-probabilities, difference and correction. All of it is fp32 (TRAPS 26) but the matrix products.
 
-Shape suffixes: M slots of a chunk (or all), D hidden, E rank of the correction, K statistics, V (draft) vocabulary.
+Shape suffixes: R rows, N anchors, T depths, M slots of a chunk (or all R*N*T), D hidden, E rank of the
+correction, K statistics, V (draft) vocabulary.
 """
 
 from __future__ import annotations
@@ -209,6 +210,20 @@ def label_probabilities(
         picked_M = scores_MV.gather(1, labels_M[index, None])[:, 0]
         probs_M[index] = (picked_M - scores_MV.logsumexp(dim=-1)).exp()
     return probs_M
+
+
+def dpace_weights(probs_RNT: Tensor, mask_RNT: Tensor, alpha: float) -> Tensor:
+    """D-PACE slot weights (arXiv 2605.18810): the gradient of the expected accepted length by log p(label).
+
+    s = (1-alpha) p + alpha where the mask is 1, else 1; w_t = sum over u >= t of mask_u * s_1 ... s_u, which is the
+    part of the expected length that slot t shares in.
+
+    Args:
+        probs_RNT: detached p(label) in [0, 1].
+        mask_RNT: 1 at supervised slots, which are a prefix of each block.
+    """
+    survival_RNT = torch.where(mask_RNT > 0, (1 - alpha) * probs_RNT + alpha, 1.0).cumprod(dim=-1) * mask_RNT
+    return survival_RNT.flip(-1).cumsum(dim=-1).flip(-1) * mask_RNT
 
 
 def _rank(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
