@@ -36,7 +36,7 @@ def _sglang(drafter: Drafter) -> str:
     if spec.head_type == "domino":
         off = ", off by one since this checkpoint is shifted" if spec.shift_label else ""
         newer = (
-            "newer versions know Domino, in bf16, with one proposal fewer a round when shifted"
+            "newer versions know Domino, in bf16" + (", with one proposal fewer a round" if spec.shift_label else "")
             if spec.pure_draft_prefix_len == 1
             else f"newer versions accept pure_draft_prefix_len 1 only, this drafter has {spec.pure_draft_prefix_len}"
         )

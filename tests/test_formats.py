@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import naive_drafter as naive
 import public_checkpoints as public
+from data.options import RunConfig
 from eval.decoding.tree import Draft, chain
 from models.checkpoint import finished_drafter, load_drafter, read_config
 from models.configuration import DrafterSpec, spec_difference
@@ -20,6 +21,7 @@ from models.formats.detect import FORMATS
 from models.formats.writing import write_checkpoint
 from public_checkpoints import CASES
 from tiny import tiny_target
+from training.warm_start import read_start
 
 PUBLIC = ("zlab", "deepspec", "speculators", "modelopt")
 
@@ -318,6 +320,17 @@ def test_own_tables_get_the_familys_scale_and_cap(tmp_path):
     torch.testing.assert_close(
         tables.logits(hidden), torch.tanh(hidden @ made.tensors["lm_head.weight"].T / 30.0) * 30.0
     )
+
+
+def test_training_goes_on_from_copied_tables_and_refuses_others(tmp_path, target):
+    """Training embeds and scores through the target."""
+    for name, made in (("own", CASES["deepspec dflash"]()), ("copy", with_target_tables(public.speculators(), target))):
+        config = RunConfig(init_drafter=made.save(tmp_path / name))
+        if name == "own":
+            with pytest.raises(ValueError, match="has an embedding or LM head of its own"):
+                read_start(config, target)
+        else:
+            assert not read_start(config, target).own_tables
 
 
 @pytest.mark.parametrize("form", PUBLIC)

@@ -60,8 +60,8 @@ def counting_target():
 def counting_drafter(shift):
     """Weights of plain DFlash that count, made by hand: head h looks h slots back and turns what it finds there.
 
-    The context is a constant, and only the anchor's slot has a code: slot j gets it from head j, turned j times (shifted,
-    where the label is one further on) or j - 1 times; slot 0 keeps its own.
+    The context is a constant, and only the anchor's slot has a code: slot j gets it from head j, turned j times
+    (shifted, where the label is one further on) or j - 1 times; slot 0 keeps its own.
     """
     tensors = {n: torch.zeros_like(t) for n, t in public.backbone().items()}
     for name in tensors:
