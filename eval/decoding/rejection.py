@@ -66,7 +66,8 @@ def sampled_chain(draft: Draft, drafter: Drafter, embed, options, chain: Callabl
         [depths] * requests,
         Distributions(torch.stack(probs, 1), drafter.draft_ids),
     )
-    # The confidence head judges the drafter's final logits, which are the base logits where there is no head.
+    # The confidence head judges the drafter's final logits, which are the base logits where there is no head. It looks
+    # at the tokens before a position and never at the one drawn there, so that a cut does not bias what is emitted.
     return cut_chain(tree, draft, drafter, options) if head is drafter.model.head else tree
 
 
