@@ -108,7 +108,6 @@ case $stage in
   target) exec "$py" -m data.fetch_target "$@" ;;
   regenerate) exec "$py" -m data.regenerate "$@" ;;
   calibrate) exec "$py" -m eval.calibrate "$@" ;;
-  features) exec "$py" -m data.make_features "$@" ;;
   export) exec "$py" -m eval.export "$@" ;;
   inspect) exec "$py" -m eval.inspect "$@" ;;
   verify) exec "$py" -m eval.verify "$@" ;;
@@ -124,10 +123,13 @@ case $stage in
     wants_help "$@" || "$py" -m data.environment report "$@"
     exec "$py" -m data.demo "$@"
     ;;
-  train | eval)
+  train | eval | features)
     if wants_help "$@"; then
-      if [[ $stage == train ]]; then exec "$py" training/train_drafter.py "$@"; fi
-      exec "$py" -m eval.run_eval "$@"
+      case $stage in
+        train) exec "$py" training/train_drafter.py "$@" ;;
+        eval) exec "$py" -m eval.run_eval "$@" ;;
+        features) exec "$py" -m data.make_features "$@" ;;
+      esac
     fi
     command=$("$py" -m data.environment launcher "$stage" "$@") || exit $?
     mapfile -t words <<<"$command"

@@ -128,7 +128,7 @@ def report(argv: list[str]) -> None:
 
 
 def launcher(argv: list[str]) -> list[str]:
-    """The command before a stage's own words: `train` through DeepSpeed's launcher, `eval` on every GPU or one process.
+    """The command before a stage's own words: `train` through DeepSpeed's launcher, others on every GPU or one process.
 
     argv: the stage, then its arguments. On the CPU one rank has all cores. Exits as `parse_arguments` does.
     """
@@ -145,10 +145,11 @@ def launcher(argv: list[str]) -> list[str]:
         # A GPU that the CPU run must not see would still be counted by the launcher.
         accelerator += ["CUDA_VISIBLE_DEVICES="] if device == "cpu" else []
         return ["env", *accelerator, sys.executable, *start, "training/train_drafter.py"]
+    module = {"eval": "eval.run_eval", "features": "data.make_features"}[stage]
     if count > 1:
         start = ["-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_port", str(free_port())]
-        return [sys.executable, *start, "-m", "eval.run_eval"]
-    return [sys.executable, "-m", "eval.run_eval"]
+        return [sys.executable, *start, "-m", module]
+    return [sys.executable, "-m", module]
 
 
 def free_port() -> int:

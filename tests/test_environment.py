@@ -56,6 +56,7 @@ def test_train_goes_through_deepspeed_with_all_gpus_or_one_cpu_rank(monkeypatch)
     assert words[:3] == ["env", "DS_ACCELERATOR=cpu", "CUDA_VISIBLE_DEVICES="]
     assert words[words.index("--num_gpus") + 1] == "1" and words[-1] == "training/train_drafter.py"
     assert environment.launcher(["eval", "--device", "cpu"])[1:] == ["-m", "eval.run_eval"]
+    assert environment.launcher(["features", "--device", "cpu"])[1:] == ["-m", "data.make_features"]
     monkeypatch.setattr(environment, "choose_device", lambda name: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     words = environment.launcher(["train"])
