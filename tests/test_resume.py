@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -15,6 +16,7 @@ from tiny import tiny_drafter, tiny_target
 from training.adapters import FOLDER
 from training.checkpoints import newest_checkpoint
 from training.evaluation import Example
+from training.universal import main
 from training_runs import ROOT, answer_rows, log_lines, losses, run_ranks, start_ranks, write_prompts, write_run
 
 SCRIPT = "tests/two_rank_scenarios.py"
@@ -41,11 +43,11 @@ def scenarios(tmp_path_factory):
     )
     for name in ("straight", "split"):
         _make(folder / name, 24, **common)
-    _make(folder / "global", 16, max_steps=6, save_steps=6, per_device_train_batch_size=2)
+    _make(folder / "global", 16, max_steps=6, save_steps=3, per_device_train_batch_size=2)
     _make(folder / "global-one", 16, max_steps=6, per_device_train_batch_size=4)
     _make(folder / "odd", 3, max_steps=4, per_device_train_batch_size=1)
     _make(
-        folder / "bf16", 8, max_steps=100, dtype="bf16", learning_rate=1e-4, lr_scheduler_type="constant",
+        folder / "bf16", 8, max_steps=100, dtype="bf16", learning_rate=1e-5, lr_scheduler_type="constant",
         init_from_target=False, logging_steps=50, lambda_start=0.5,
     )  # fmt: skip
     # Packed rows, a cache that the first epoch fills, workers: 22 documents in 10 rows, 5 steps an epoch.
@@ -131,14 +133,37 @@ def test_one_and_two_ranks_give_the_same_losses(scenarios):
     assert load_drafter(str(scenarios / "global-one" / "run" / "drafter")).spec.block_size == 4
 
 
+def test_one_rank_goes_on_where_two_stopped(scenarios):
+    """DeepSpeed's universal form keeps weights, moments, learning rate and data position: the losses go on alike."""
+    source, folder = scenarios / "global", scenarios / "universal"
+    shutil.copytree(source, folder)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace(str(source / "run"), str(folder / "run")))
+    shutil.rmtree(folder / "run" / "checkpoints" / "checkpoint-6")
+    options = ("--global_batch_size", "4")
+    ((code, _, errors),) = run_ranks(1, "training/train_drafter.py", str(config), *options)
+    checkpoint = folder / "run" / "checkpoints" / "checkpoint-3"
+    assert code == 2 and f"convert it first: python -m training.universal {checkpoint}" in errors
+    assert main([str(checkpoint)]) == 0
+    ((code, output, errors),) = run_ranks(1, "training/train_drafter.py", str(config), *options)
+    assert code == 0, errors[-3000:]
+    assert "world_size 2 -> 1 through DeepSpeed's universal form" in output
+    assert losses(folder) == pytest.approx(losses(source), rel=1e-4) and losses(folder)[:3] == losses(source)[:3]
+
+
 def test_two_ranks_and_three_rows_do_not_hang(scenarios):
     assert len(losses(scenarios / "odd")) == 4
 
 
 def test_small_updates_reach_bf16_weights_through_fp32_masters(scenarios):
-    """100 updates of 1e-4 on weights of 1: each alone is lost in bf16, whose next number is 0.0078 away."""
-    result = json.loads((scenarios / "bf16.json").read_text())
-    assert result["dtype"] == "torch.bfloat16" and result["moved"] >= 0.0039
+    """100 updates of at most 1e-5 on weights of 1/64 to 1/32: bf16 numbers are 1.2e-4 apart, each alone is lost."""
+    weights = torch.load(scenarios / "bf16.pt")
+    before, after = weights["before"], weights["after"]
+    assert before.dtype == after.dtype == torch.bfloat16
+    place = (before.abs() >= 2**-6) & (before.abs() < 2**-5 - 2**-10)
+    assert torch.equal((before[place] + 1e-5).bfloat16(), before[place]) and place.sum() > 100
+    moved = (after[place].float() - before[place].float()).abs()
+    assert moved.max() >= 4 * 2**-13 and moved.max() <= 100 * 1e-5 + 2**-13
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path):
@@ -235,7 +260,10 @@ def test_the_overfit_check_passes_a_right_layout_and_fails_a_shifted_one(tmp_pat
     right, wrong = json.loads((tmp_path / "overfit.json").read_text())
     assert (right["code"], right["passed"], wrong["code"], wrong["passed"]) == (0, True, 1, False)
     assert min(right["looks"][-1]["accepted"].values()) >= 2.7 and wrong["accuracy"] > 0.9
-    assert max(wrong["looks"][-1]["accepted"].values()) < 0.5
+    # A tree of 64 nodes holds most tokens of so small a vocabulary at its first depth, and is right by chance.
+    assert (
+        wrong["looks"][-1]["accepted"]["domino_chain"] < 0.5 and wrong["looks"][-1]["accepted"]["dartree_pruned"] < 1.5
+    )
     assert "labels, positions or masks differ between training and decoding" in wrong["said"]
     # Nothing but its log is left in the run.
     assert {p.name for p in (tmp_path / "overfit" / "run").iterdir()} == {"answers", "overfit_check.json"}
