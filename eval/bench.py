@@ -70,6 +70,11 @@ def bench(config: RunConfig) -> None:
     print_result("eval", dtype, config.quantization, results, target=target, repeats=config.bench_repeats)
 
 
+def plans_of(config: RunConfig) -> list[tuple[str, int]]:
+    """(method, budget) of what is timed: AR, and trees of a small and of the configured budget."""
+    return list(dict.fromkeys([(AR, 0), (TREE, SMALL), (TREE, config.budget)]))
+
+
 def requests_of(session: Session, count: int) -> list[Request]:
     """Training prompts: the text must be of the right kind, and nothing is learned from it."""
     prompts = session.training_prompts(count, session.config.seed)
@@ -79,9 +84,7 @@ def requests_of(session: Session, count: int) -> list[Request]:
 def share_part(session: Session) -> list[dict]:
     """A row a method: milliseconds a round by stage, and the share outside the two models' forwards."""
     requests = requests_of(session, min(4, session.config.eval_prompts or 4))
-    plans = [(AR, 0), (TREE, SMALL), (TREE, session.config.budget)]
-    plans = list(dict.fromkeys(plans))
-    arms = {plan: lambda plan=plan: one_share(session, plan, requests) for plan in plans}
+    arms = {plan: lambda plan=plan: one_share(session, plan, requests) for plan in plans_of(session.config)}
     measured = interleave(arms, session.config.bench_repeats)
     rows = []
     for (method, budget), turns in measured.items():
@@ -136,13 +139,12 @@ def batch_part(session: Session) -> list[dict]:
     config = session.config
     concurrency = sorted({1, config.bench_concurrency})
     requests = requests_of(session, 2 * max(concurrency))
-    plans = list(dict.fromkeys([(AR, 0), (TREE, SMALL), (TREE, config.budget)]))
     arms = {
         (plan, slots): lambda plan=plan, slots=slots: serve(
             session.target, session.proposer(*plan), requests, slots=slots
         )
         for slots in concurrency
-        for plan in plans
+        for plan in plans_of(config)
     }
     served = interleave(arms, config.bench_repeats)
     speeds = {key: [decode_speed(s) for s in turns] for key, turns in served.items()}

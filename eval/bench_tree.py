@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from transformers import Qwen3Config
 
-from models.checkpoint import Drafter
+from models.bundle import Drafter
 from models.configuration import DrafterSpec, build_drafter_config
 from models.drafter import DFlashDraftModel
 
@@ -64,7 +64,7 @@ class Bench:
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device, depths: int = DEPTHS):
         generator = torch.Generator(device).manual_seed(0)
         self.sizes, self.dtype, self.device = sizes, dtype, device
-        drafter = Drafter(_random_model(sizes, dtype, device, depths))
+        drafter = Drafter(random_drafter(sizes, dtype, device, depths))
         if sizes.draft_vocabulary:
             drafter.draft_ids = torch.arange(sizes.draft_vocabulary, device=device)
         self.table_VD = torch.randn(sizes.vocabulary, sizes.hidden, dtype=dtype, device=device, generator=generator)
@@ -98,7 +98,8 @@ class Bench:
         return counting.calls
 
 
-def _random_model(sizes: Sizes, dtype: torch.dtype, device: torch.device, depths: int) -> DFlashDraftModel:
+def random_drafter(sizes: Sizes, dtype: torch.dtype, device: torch.device, depths: int) -> DFlashDraftModel:
+    """A drafter with a Domino head that predicts `depths` tokens (fill-in layout), random weights."""
     # The backbone takes no part: one layer of the smallest size.
     target = Qwen3Config(
         vocab_size=sizes.vocabulary,
