@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import netrc
 import os
 from dataclasses import asdict, fields
+from urllib.parse import urlsplit
 
 from transformers import TrainerCallback
 
@@ -13,13 +15,25 @@ from training.evaluation import Example, TrainingEvaluation
 
 def prepare_wandb(config: RunConfig) -> None:
     """Files go into the run folder, and without an account the run is kept offline (`wandb sync` sends it later)."""
-    import wandb  # imported late: it costs a second, and only runs that report to it need it
-
     os.environ.setdefault("WANDB_DIR", config.run_dir)
     os.environ.setdefault("WANDB_PROJECT", "dartree")
     os.makedirs(os.environ["WANDB_DIR"], exist_ok=True)
-    if "WANDB_MODE" not in os.environ and wandb.api.api_key is None:
+    if "WANDB_MODE" not in os.environ and not _has_account():
         os.environ["WANDB_MODE"] = "offline"
+        print(f"train: no wandb account found; the run is kept offline in {config.path('wandb')}")
+
+
+def _has_account() -> bool:
+    """Whether wandb would find a login where it documents to look: the environment, or the netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        entries = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return (
+        entries.authenticators(urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname) is not None
+    )
 
 
 class Tracking(TrainerCallback):
@@ -34,7 +48,7 @@ class Tracking(TrainerCallback):
         self.description, self.evaluation, self.rows = description, evaluation, []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        import wandb
+        import wandb  # imported late: it costs a second, and only runs that report to it need it
 
         if wandb.run is not None:
             wandb.config.update({"dartree": self.description}, allow_val_change=True)
