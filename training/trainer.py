@@ -111,6 +111,11 @@ class DrafterTrainer(Trainer):
         self._finite = []
 
     # ---- data ----
+    def _prepare_inputs(self, inputs: dict) -> dict:
+        """To this rank's device as they are: under bf16 transformers would round the slot weights too (TRAPS 26)."""
+        device = self.args.device
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
     def _run_epoch(self, *args, epoch: int, **kwargs):
         # Set here and not through the data loader: accelerate forwards set_epoch to the data set on one rank only.
         self.train_dataset.set_epoch(epoch)
