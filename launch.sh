@@ -109,7 +109,7 @@ case $stage in
   regenerate) exec "$py" -m data.regenerate "$@" ;;
   calibrate) exec "$py" -m eval.calibrate "$@" ;;
   export) exec "$py" -m eval.export "$@" ;;
-  inspect) exec "$py" -m eval.inspect "$@" ;;
+  inspect) exec "$py" -m eval.inspection "$@" ;;
   verify) exec "$py" -m eval.verify "$@" ;;
   bench)
     # --training is no option of the config: it chooses the program.

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .report import read_results, write_whole
-from .trace import read_traces
+from .traces import read_traces
 
 PAGE = "report.html"
 FOLDER = Path(__file__).parent / "page"
@@ -58,7 +58,7 @@ def write_page(run_dir: str, results: dict, traces: dict | None) -> Path:
 
 
 def page(results: dict, traces: dict | None) -> str:
-    """The whole file, for results as in docs/results.md and traces as in eval/trace.py (None: no tree viewer)."""
+    """The whole file, for results as in docs/results.md and traces as in eval/traces.py (None: no tree viewer)."""
     style, script = _joined(STYLES), _joined(SCRIPTS)
     settings = results["settings"]
     parts = {

@@ -45,7 +45,7 @@ from eval.results import build_results
 from eval.session import Asked, Session, load_benchmarks, load_session
 from eval.store import Asking, Store
 from eval.throughput import concurrency_prompts, concurrency_rows, measure_concurrency
-from eval.trace import write_traces
+from eval.traces import write_traces
 from models.checkpoint import finished_drafter
 
 

@@ -271,7 +271,7 @@ def build_drafter_config(target_config, spec: DrafterSpec, num_layers: int) -> Q
         num_attention_heads=heads,
         num_key_value_heads=text.get("num_key_value_heads") or heads,
         head_dim=text.get("head_dim") or target_config.hidden_size // heads,
-        hidden_act=text.get("hidden_act", "silu"),
+        hidden_act=text.get("hidden_act") or text.get("hidden_activation") or "silu",  # the second is Gemma's
         max_position_embeddings=target_config.max_position_embeddings,
         rms_norm_eps=target_config.rms_norm_eps,
         rope_parameters=_full_rope(target_config.rope_parameters),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.export import MODELLING_FILES
+from eval.standalone import CUSTOM_GENERATE, DRAFTER, standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("models", "data", "eval", "training")
@@ -56,14 +56,23 @@ def test_imports_go_one_way_and_are_declared(path):
     assert [name for name in imported(path) if name.split(".")[0] not in allowed] == []
 
 
-@pytest.mark.parametrize("name", MODELLING_FILES)
-def test_files_that_travel_with_an_export_need_nothing_of_the_project(name):
-    siblings = {f"models.{Path(other).stem}" for other in MODELLING_FILES}
-    outside = [n for n in imported(ROOT / "models" / name) if n.split(".")[0] not in sys.stdlib_module_names]
-    assert [n for n in outside if n not in siblings and n.split(".")[0] not in ("torch", "transformers")] == []
+@pytest.mark.parametrize("entry", [DRAFTER, CUSTOM_GENERATE], ids=lambda entry: entry[1])
+def test_files_that_travel_with_an_export_need_nothing_of_the_project(entry):
+    files = standalone(*entry)
+    siblings = {f"flat.{name.removesuffix('.py')}" for name in files}
+    for text in files.values():
+        outside = [n for n in imports_of(text, ("flat",)) if n.split(".")[0] not in sys.stdlib_module_names]
+        assert [n for n in outside if n not in siblings and n.split(".")[0] not in ("torch", "transformers", "safetensors")] == []
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name in ORDER], ids=lambda path: path.stem)
+def test_no_script_hides_a_module_of_pythons_own(path):
+    """A script's folder comes first in sys.path: `inspect.py` beside one breaks whatever imports Python's."""
+    assert path.stem not in sys.stdlib_module_names
 
 
 def test_relative_and_nested_imports_are_seen():
     code = "def f():\n    from eval.report import x\n    from ..records import y\n    import training.rows as z\n"
     assert imports_of(code, ("eval", "decoding")) == ["eval.report", "eval.records", "training.rows"]
-    assert {"models.configuration", "models.heads", "models.head_confidence"} <= set(imported(ROOT / "models" / "drafter.py"))
+    names = set(imported(ROOT / "models" / "drafter.py"))
+    assert {"models.configuration", "models.heads", "models.head_confidence"} <= names

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import public_checkpoints as public
-from eval import inspect as inspect_stage
+from eval import inspection as inspect_stage
 from eval.decoding.loop import generate
 from eval.decoding.policy import TreeOptions
 from eval.decoding.proposals import DraftProposer

@@ -166,7 +166,7 @@ def test_a_smaller_budget_keeps_the_nodes_of_lower_rank(opened):
 
 
 def test_the_paths_of_the_page_are_those_of_the_traces(opened):
-    """`walk` finds in the emitted text what eval/trace.py found in it."""
+    """`walk` finds in the emitted text what eval/traces.py found in it."""
     browser = opened()
     script = """JSON.parse(document.getElementById("data").textContent).traces.prompts.flatMap((p) =>
         p.rounds.flatMap((r) => Object.entries(r.trees).map(([m, t]) => [t.path,
