@@ -9,7 +9,8 @@ import yaml
 
 from data.options import RunConfig
 from data.prompts import Prompt
-from eval import run_eval, trace
+from eval import run_eval
+from eval import traces as tracing
 from eval.decoding.loop import Request, generate
 from eval.decoding.tree import Tree
 from eval.html_report import page
@@ -39,7 +40,7 @@ def questions():
 
 @pytest.fixture(scope="module")
 def traces(session):
-    return trace.trace_prompts(session, questions(), 2)
+    return tracing.trace_prompts(session, questions(), 2)
 
 
 def test_the_first_prompts_of_each_benchmark_are_traced(traces):
@@ -81,7 +82,7 @@ def test_every_tree_accepts_the_longest_path_that_the_text_spells(traces):
                     parent = tree["parents"][node]
                     spelled.append([*(spelled[parent - 1] if parent else []), token])
                 verified = [
-                    s for s, rank in zip(spelled, tree["ranks"], strict=True) if method != trace.METHOD or rank < 6
+                    s for s, rank in zip(spelled, tree["ranks"], strict=True) if method != tracing.METHOD or rank < 6
                 ]
                 longest = max((len(s) for s in verified if s == following[: len(s)]), default=0)
                 assert len(tree["path"]) == longest
@@ -111,15 +112,15 @@ def test_paths_of_a_known_tree():
         ranks_RN=torch.tensor([[2, 0, 1, 3, 4]]),
         sizes=[4],  # the last node is padding
     )
-    record = trace.tree_record(tree, [6, 7, 4])
+    record = tracing.tree_record(tree, [6, 7, 4])
     assert record["path"] == [1, 2] and not record["open"]
     assert record["tokens"] == [5, 6, 7, 8] and record["scores"] == [-1.0, -0.5, -0.75, -1.1235]
-    assert trace.tree_record(tree, [6, 7])["open"]  # the text ended, node 8 was still to come
-    assert not trace.tree_record(tree, [6, 7, 8])["open"]
-    assert trace.tree_record(tree, [9])["path"] == []
-    assert trace.tree_record(tree, [6, 7, 8], budget=2)["path"] == [1, 2]
-    assert not trace.tree_record(tree, [6, 7], budget=2)["open"]
-    assert trace.tree_record(tree, [])["path"] == [] and trace.tree_record(tree, [])["open"]
+    assert tracing.tree_record(tree, [6, 7])["open"]  # the text ended, node 8 was still to come
+    assert not tracing.tree_record(tree, [6, 7, 8])["open"]
+    assert tracing.tree_record(tree, [9])["path"] == []
+    assert tracing.tree_record(tree, [6, 7, 8], budget=2)["path"] == [1, 2]
+    assert not tracing.tree_record(tree, [6, 7], budget=2)["open"]
+    assert tracing.tree_record(tree, [])["path"] == [] and tracing.tree_record(tree, [])["open"]
 
 
 def test_an_evaluation_ends_with_the_page(session, tmp_path):
@@ -132,7 +133,7 @@ def test_an_evaluation_ends_with_the_page(session, tmp_path):
     )  # fmt: skip
     config.write_text(yaml.safe_dump({**own, **changed}))
     assert run_eval.main([str(config)]) == 0
-    traces = trace.read_traces(tmp_path / "run")
+    traces = tracing.read_traces(tmp_path / "run")
     assert [p["benchmark"] for p in traces["prompts"]] == ["few"]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (tmp_path / "run" / "report.html").read_text() == page(results, traces)
@@ -152,9 +153,9 @@ class Pieces:
 
 
 def test_texts_of_tokens_keep_spaces_and_never_break_a_character():
-    texts = trace.texts_of(Pieces(), range(5))
+    texts = tracing.texts_of(Pieces(), range(5))
     assert texts == {"0": " the", "1": "<0xE2>", "2": "<pad>", "3": "ing", "4": " a"}
-    assert trace.texts_of(None, [7]) == {"7": "#7"}
+    assert tracing.texts_of(None, [7]) == {"7": "#7"}
 
 
 def test_every_token_of_the_traces_has_a_text(traces):
@@ -165,11 +166,11 @@ def test_every_token_of_the_traces_has_a_text(traces):
 
 
 def test_long_answers_are_cut_and_tracing_can_be_off(session, monkeypatch):
-    monkeypatch.setattr(trace, "MAX_ROUNDS", 2)
-    monkeypatch.setattr(trace, "MAX_TOKENS", 9)
-    written = trace.write_traces(session, questions()[:1])
+    monkeypatch.setattr(tracing, "MAX_ROUNDS", 2)
+    monkeypatch.setattr(tracing, "MAX_TOKENS", 9)
+    written = tracing.write_traces(session, questions()[:1])
     assert len(written["prompts"][0]["answer"]) <= 9 and len(written["prompts"][0]["rounds"]) == 2
-    assert trace.read_traces(session.config.run_dir) == written
+    assert tracing.read_traces(session.config.run_dir) == written
     monkeypatch.setattr(session.config, "trace_prompts", 0)
-    assert trace.write_traces(session, questions()) is None
-    assert trace.read_traces(session.config.run_dir) is None  # those of the earlier run are gone
+    assert tracing.write_traces(session, questions()) is None
+    assert tracing.read_traces(session.config.run_dir) is None  # those of the earlier run are gone
