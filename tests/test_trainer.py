@@ -171,3 +171,12 @@ def test_a_scripted_text_is_learned_and_drafted_through_the_inference_path(tmp_p
             hits[method] += int(torch.equal(tree.tokens_RN[0], expected))
     assert hits["domino_chain"] >= 9 and hits["dflash_chain"] >= 7
     assert EOS < 3 and MASK < 3  # counting never meets them
+
+
+def test_slot_weights_stay_fp32_under_deepspeed(tmp_path):
+    """transformers would cast every float of a batch to the engine's dtype, bf16 (TRAPS 26)."""
+    trainer = make_trainer(tmp_path)
+    trainer.is_deepspeed_enabled = True
+    weights, ids = torch.rand(2, 3), ["row-1"]
+    prepared = trainer._prepare_inputs({"weights_RNT": weights, "ids": ids})
+    assert torch.equal(prepared["weights_RNT"], weights) and prepared["ids"] is ids
