@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -223,6 +224,8 @@ class RunConfig:
     format: Literal["transformers", "zlab", "deepspec", "speculators", "modelopt"] = option(
         "transformers", "what the exported folder is for: transformers' AutoModel, or another program's names", "export"
     )
+    push_to_hub: str = option("", "OWNER/NAME of the Hub repository to upload the exported folder to", "export")
+    private: bool = option(False, "create that repository as a private one", "export")
     allow_extra: bool = option(
         False, "go on when a drafter holds keys or tensors that are not known here", "eval export verify inspect"
     )
@@ -266,6 +269,8 @@ class RunConfig:
                 raise ValueError(f"{name}: every value must be at least 1, got {min(getattr(self, name))}")
         if any(level < 1 for level in self.concurrency):
             raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
+        if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
+            raise ValueError(f"push_to_hub must be OWNER/NAME, got {self.push_to_hub!r}")
         if self.max_cache_gb <= 0:
             raise ValueError(f"max_cache_gb must be above 0, got {self.max_cache_gb}")
         if any(t < 0 for t in self.temperatures):

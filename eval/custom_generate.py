@@ -74,13 +74,29 @@ def generate(
 
     Raises ValueError without a drafter, and for an argument that trees cannot honour.
     """
-    if assistant_model is None:
-        raise ValueError("give assistant_model=AutoModel.from_pretrained(DIR, trust_remote_code=True), the drafter")
-    if getattr(assistant_model, "prediction_slots", None) is None:
-        raise ValueError(f"assistant_model is a {type(assistant_model).__name__}, not a drafter of this format")
+    _check_pair(model, assistant_model)
     options = TreeOptions(budget, width, candidates, beta)
     decode = partial(_decode, drafter=assistant_model, output=streamer, method=method, options=options)
     return GenerationMixin.generate(model, custom_generate=decode, streamer=streamer, **kwargs)
+
+
+def _check_pair(model: PreTrainedModel, drafter) -> None:
+    """Raises ValueError when there is no drafter, or one of another target, precision or device."""
+    if drafter is None:
+        raise ValueError("give assistant_model=AutoModel.from_pretrained(DIR, trust_remote_code=True), the drafter")
+    if getattr(drafter, "prediction_slots", None) is None:
+        raise ValueError(f"assistant_model is a {type(drafter).__name__}, not a drafter of this format")
+    sizes = model.config.get_text_config()
+    layers = drafter.spec.num_target_layers or sizes.num_hidden_layers
+    meant, own = (layers, drafter.config.hidden_size), (sizes.num_hidden_layers, sizes.hidden_size)
+    if meant != own:
+        raise ValueError(f"assistant_model is for a target with (layers, hidden size) {meant}, this one has {own}")
+    for what in ("dtype", "device"):
+        own, needed = getattr(drafter, what), getattr(model, what)
+        if own != needed:
+            raise ValueError(
+                f"assistant_model has {what} {own}, the target {needed}: assistant_model.to({what}=target.{what})"
+            )
 
 
 def _decode(

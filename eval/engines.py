@@ -1,4 +1,4 @@
-"""What other programs do with a drafter folder, as far as their public code was read (METHODS section 5)."""
+"""What other programs do with a drafter folder, as far as public code and threads tell (METHODS section 5)."""
 
 from __future__ import annotations
 
@@ -50,17 +50,25 @@ def _sglang(drafter: Drafter) -> str:
                 else ", unlike here: fewer drafts fit"
             )
         return f"serves it as plain DFlash{windows}"
+    if origin.startswith("DeepSpec"):
+        return "versions that know --speculative-algorithm DSPARK read it"
     if origin.startswith("z-lab") and spec.shift_label:
         return "serves plain DFlash as fill-in: off by one for this shifted drafter"
     return f"not known for {origin}; plain DFlash and Domino are read from z-lab's format (export --format zlab)"
 
 
 def _vllm(drafter: Drafter) -> str:
-    spec = drafter.spec
-    if drafter.origin.startswith("speculators"):
-        return "reads this format (speculators)"
+    spec, origin = drafter.spec, drafter.origin
     if spec.head_type == "domino":
-        return "reads speculators folders, which have no word for a Domino head"
+        return "has no Domino head: do not serve this drafter there"
+    if origin.startswith("speculators"):
+        return "reads this format (speculators), by method dflash from 0.20 on, dspark from 0.26 on"
+    if origin.startswith("DeepSpec"):
+        return "0.26 or newer reads it, by method dspark"
+    if origin.startswith("z-lab") and spec.head_type == "none":
+        if spec.shift_label:
+            return "its method dflash takes z-lab's folders for fill-in: off by one for this shifted drafter"
+        return "0.20 or newer reads it, by method dflash"
     if spec.pure_draft_prefix_len or spec.causal:
         return "reads speculators folders, which have no word for this drafter's prefix or causal blocks"
     return "reads speculators folders: bash launch.sh export DIR --format speculators --target T --output OUT"

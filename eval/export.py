@@ -26,7 +26,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from data.answers import make_folder
+from data.answers import make_folder, read_manifest
 from data.fetch_target import resolve_target
 from data.settings import RunConfig, run_stage
 from models.checkpoint import Drafter, finished_drafter, load_drafter
@@ -35,7 +35,7 @@ from models.formats.detect import FORMATS
 from models.formats.writing import needs_target, write_checkpoint
 from models.target import Target, choose_dtype, load_target
 
-from .model_card import describe_target, model_card
+from .model_card import Origin, describe_target, model_card
 from .publish import check_access, push
 from .report import read_provenance, read_results
 from .standalone import CUSTOM_GENERATE, DRAFTER, standalone
@@ -140,10 +140,18 @@ def write_export(folder: Path, drafter: Drafter, target: Target | None, source: 
     if provenance is not None:
         write_json(folder / "provenance.json", provenance)
     results = without_paths(results_of(config, source, provenance))
-    (folder / "README.md").write_text(model_card(drafter, config.target, provenance, results))
+    origin = Origin(config.target, target_weights(config), provenance, results)
+    card = model_card(drafter, origin, config.format, config.push_to_hub or "DIR")
+    (folder / "README.md").write_text(card, encoding="utf-8")
     write_json(folder / MARKER, {"export": 1, "run": run_identity(config.drafter or config.run_dir)})
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes files for their owner alone
+
+
+def target_weights(config: RunConfig) -> str:
+    """Identity of the target that answered for this run; empty for a drafter from elsewhere."""
+    settings = {} if config.drafter else read_manifest(config.path("answers")).get("settings") or {}
+    return settings.get("target_identity") or ""
 
 
 def write_code(folder: Path) -> None:

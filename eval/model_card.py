@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from dataclasses import dataclass, replace
 
+from huggingface_hub import ModelCardData
+
+from data.fetch_target import PACKAGED
 from models.checkpoint import Drafter
 from models.configuration import DrafterSpec
+from models.formats.detect import FORMATS
 
+from .serving import usage
 from .table import number, rows_of, sections, settings_lines, summary_table
+from .tables import main_tables, temperatures
 
 # Hub id and licence of the targets that this project names itself.
 KNOWN_TARGETS = {"smollm2-135m-instruct": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
@@ -19,10 +27,13 @@ _HEADS = {
     "markov_gated": "DSpark's gated Markov head",
     "markov_rnn": "DSpark's recurrent Markov head",
 }
+# What the Hub offers code for; the other formats are read by serving engines only.
+_LIBRARIES = {"transformers": "transformers", "speculators": "speculators"}
 # Options of a training run that its recipe names, in this order.
 _RECIPE = (
-    "prompts", "num_prompts", "max_answer_length", "answer_temperature", "init_from_target", "anchors_per_row",
-    "loss_gamma", "lambda_start", "lambda_end", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps",
+    "prompts", "num_prompts", "max_answer_length", "answer_temperature", "init_from_target", "init_drafter",
+    "trainable", "anchors_per_row", "ce_weight", "kl_weight", "tv_weight", "position_weights", "loss_gamma",
+    "lambda_start", "lambda_end", "lambda_horizon", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "warmup_ratio", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
     "weight_decay", "adam_beta2", "max_grad_norm",
 )  # fmt: skip
@@ -33,30 +44,46 @@ _FACTS = (
 )  # fmt: skip
 
 
-def model_card(drafter: Drafter, target_name: str, provenance: dict | None, results: dict | None) -> str:
-    """The whole README.md.
+@dataclass
+class Origin:
+    """Where a drafter comes from, as far as it is known.
+
+    Attributes:
+        target: the run's `target` option: a Hub id, or a name or path that only this machine knows.
+        identity: of the target's weights, as the answers' manifest has it: `ID@COMMIT`, or a hash of a folder.
+        provenance: what the training wrote beside the drafter.
+        results: RUN/results.json of this very drafter.
+    """
+
+    target: str
+    identity: str = ""
+    provenance: dict | None = None
+    results: dict | None = None
+
+
+def model_card(drafter: Drafter, origin: Origin, form: str = "transformers", place: str = "DIR") -> str:
+    """The whole README.md of a folder in the format of that name.
 
     Args:
-        target_name: the run's `target` option: a Hub id, or a name or path that only this machine knows.
-        provenance: what the training wrote beside the drafter, or None.
-        results: RUN/results.json of this very drafter, or None.
+        place: the Hub id under which the folder will lie, or a stand-in for its path.
     """
-    trained_on = (provenance or {}).get("config", {}).get("target") or target_name
+    trained_on = (origin.provenance or {}).get("config", {}).get("target") or origin.target
     hub_id, licence = describe_target(trained_on)
     shown = hub_id or os.path.basename(trained_on.rstrip("/"))
-    spec = drafter.spec
+    drafter = replace(drafter, origin=_title(form, drafter.spec))
     parts = [
-        _metadata(hub_id, licence, spec),
+        _metadata(hub_id, licence, drafter.spec, form),
         f"# Drafter for {shown}\n",
-        _what(shown, drafter),
+        _what(shown, drafter, form) + _target_weights(trained_on, origin.identity),
         "## Use\n",
-        _use(hub_id or "TARGET", spec),
+        usage(drafter, form, hub_id or "TARGET", place)
+        + ("" if place != "DIR" else "\n`DIR` is this folder or its Hub id.\n"),
         "## Measured\n",
-        _measured(results),
+        _measured(origin.results),
         "## What clients lose\n",
-        _losses(drafter, results),
+        _losses(drafter, origin.results),
         "## Training\n",
-        _recipe(provenance),
+        _recipe(origin.provenance),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -71,29 +98,61 @@ def describe_target(name: str) -> tuple[str | None, str | None]:
     return (name if is_hub_id else None), None
 
 
-def _metadata(hub_id: str | None, licence: str | None, spec: DrafterSpec) -> str:
+def _metadata(hub_id: str | None, licence: str | None, spec: DrafterSpec, form: str) -> str:
+    """The front matter that the Hub reads."""
     # The drafter's layers may be made of the target's, so that the target's licence holds for it.
-    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
-    lines += [f"base_model: {hub_id}"] if hub_id else []
-    lines += [f"license: {licence}"] if licence else ["license: other", "license_name: same-as-the-target"]
-    tags = ["speculative-decoding", "dflash"] + ([spec.head_type.split("_")[0]] if spec.head_type != "none" else [])
-    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---", ""])
+    terms = {"license": licence} if licence else {"license": "other", "license_name": "same-as-the-target"}
+    if hub_id and not licence:
+        terms["license_link"] = f"https://huggingface.co/{hub_id}"
+    method = spec.head_type.split("_")[0]
+    data = ModelCardData(
+        base_model=hub_id,
+        library_name=_LIBRARIES.get(form),
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "dflash"] + ([method] if method != "none" else []),
+        **terms,
+    )
+    return f"---\n{data.to_yaml()}\n---\n"
 
 
-def _what(target: str, drafter: Drafter) -> str:
+def _target_weights(trained_on: str, identity: str) -> str:
+    """Which weights of the target it was trained for, as a line of the list; empty when that is not known."""
+    if trained_on in PACKAGED:
+        return f"- target: {' '.join(PACKAGED[trained_on].notice.split())}\n"
+    if "@" in identity:
+        hub_id, _, commit = identity.rpartition("@")
+        return f"- target: {os.path.basename(hub_id) if os.path.isabs(hub_id) else hub_id}, commit {commit}\n"
+    return f"- target: weights with fingerprint {identity}\n" if identity else ""
+
+
+def _title(form: str, spec: DrafterSpec) -> str:
+    """What other programs take the folder for: ours is z-lab's, with more files, wherever z-lab's can hold the drafter.
+
+    A draft vocabulary is no hindrance: our head then has a row for each token of the full one.
+    """
+    if form == "transformers":
+        with contextlib.suppress(ValueError):
+            FORMATS["zlab"].check_can_hold(replace(spec, draft_vocab_size=None))
+            form = "zlab"
+    return FORMATS[form].title
+
+
+def _what(target: str, drafter: Drafter, form: str) -> str:
     spec, config = drafter.spec, drafter.model.config
+    listed = "draft_vocabulary.safetensors" if form == "transformers" else "d2t"
     vocabulary = (
         "the whole vocabulary"
         if drafter.draft_ids is None
-        else f"the {len(drafter.draft_ids)} tokens listed in draft_vocabulary.safetensors"
+        else f"the {len(drafter.draft_ids)} tokens listed in {listed}"
     )
+    held = ", and stand in the file" if FORMATS[form].tables else ""
     parameters = sum(p.numel() for p in drafter.model.parameters())
     taps = ", ".join(map(str, spec.target_layer_ids))
     return (
         f"A block-parallel diffusion drafter (DFlash) with {_HEADS[spec.head_type]} for speculative decoding of "
         f"{target}. It proposes tokens which the target verifies: the text is the target's own, only faster.\n\n"
         f"- {config.num_hidden_layers} layers, hidden size {config.hidden_size}, {parameters / 1e6:.1f} million "
-        "parameters; embedding table and LM head are the target's\n"
+        f"parameters; embedding table and LM head are the target's{held}\n"
         f"- block of {spec.block_size} slots, {spec.layout} layout: {spec.num_proposals} tokens proposed a round\n"
         f"- reads the outputs of target layers {taps} (0-based, of {spec.num_target_layers})\n"
         f"- mask token id {spec.mask_token_id}\n"
@@ -101,42 +160,20 @@ def _what(target: str, drafter: Drafter) -> str:
     )
 
 
-def _use(hub_id: str, spec: DrafterSpec) -> str:
-    ours = (
-        "With the project that trained it, which uses the head and decodes by trees:\n\n"
-        "```\nbash launch.sh eval --drafter DIR\n```\n"
-    )
-    if spec.shift_label:
-        return (
-            ours
-            + "\ntransformers' own loop reads the fill-in layout only: this drafter is shifted and does not fit it.\n"
-        )
-    return (
-        "With transformers (5.24 or newer), which uses the backbone alone:\n\n"
-        "```python\n"
-        "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{hub_id}")\n'
-        f'target = AutoModelForCausalLM.from_pretrained("{hub_id}")\n'
-        'drafter = AutoModel.from_pretrained("DIR", trust_remote_code=True)\n'
-        'messages = [{"role": "user", "content": "What is 7 times 8?"}]\n'
-        "inputs = tokenizer.apply_chat_template(\n"
-        '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)\n'
-        'output = target.generate(**inputs, assistant_model=drafter, speculation_type="dflash", max_new_tokens=64)\n'
-        "```\n\n"
-        "`DIR` is this folder or its Hub id. " + ours
-    )
-
-
 def _measured(results: dict | None) -> str:
     if results is None:
         return "Not measured yet: `bash launch.sh eval`, then export again.\n"
     parts = []
-    for benchmark, temperature in sections(results):
-        parts.append(f"{os.path.basename(benchmark)}, temperature {temperature:g}:\n")
-        parts.append(summary_table(results, benchmark, temperature))
-    own = {k: v for k, v in results["settings"].items() if k not in ("target", "target_name", "drafter")}
-    own["benchmarks"] = [os.path.basename(name) for name in own.get("benchmarks") or []]
-    return "\n".join([*parts, "tau: tokens emitted a target forward. B: tree nodes. Settings:\n", settings_lines(own)])
+    for temperature in temperatures(results):
+        names = [name for name, t in sections(results) if t == temperature]
+        if len(names) > 1:
+            parts += [f"Temperature {temperature:g}:\n", main_tables(results, temperature)]
+        else:
+            parts += [f"{names[0]}, temperature {temperature:g}:\n", summary_table(results, names[0], temperature)]
+    hidden = ("target", "target_name", "drafter", "command")
+    own = {k: v for k, v in results["settings"].items() if k not in hidden}
+    parts.append("tau: tokens emitted a target forward, the target's own included. B: tree nodes. Settings:\n")
+    return "\n".join([*parts, settings_lines(own)])
 
 
 def _losses(drafter: Drafter, results: dict | None) -> str:
@@ -154,11 +191,6 @@ def _losses(drafter: Drafter, results: dict | None) -> str:
             f"- The loss covered {len(drafter.draft_ids)} of {drafter.model.config.vocab_size} tokens. A client that "
             "ignores draft_vocabulary.safetensors scores the other tokens too, with scores that were never trained "
             "and, in the head, with rows of zeros: fewer drafts are accepted, and the LM head costs more."
-        )
-    if drafter.spec.head_type == "domino":
-        lines.append(
-            "- Stock SGLang 0.5.14 ignores the Domino tensors without a warning and serves plain DFlash"
-            + (", off by one, since this checkpoint is shifted." if drafter.spec.shift_label else ".")
         )
     return "\n".join(lines) + "\n"
 

@@ -106,6 +106,11 @@ def test_limits_and_outputs_as_in_generate(pair):
         ({"method": "markov_chain"}, "does not fit the drafter's head"),
         ({"assistant_model": None}, "give assistant_model"),
         ({"assistant_model": torch.nn.Linear(2, 2)}, "not a drafter"),
+        ({"assistant_model": tiny_drafter(tiny_target(layers=5)).model}, r"\(5, 32\), this one has \(4, 32\)"),
+        (
+            {"assistant_model": tiny_drafter(tiny_target(dtype=torch.bfloat16)).model},
+            r"has dtype torch.bfloat16, the target torch.float32: assistant_model.to\(dtype=target.dtype\)",
+        ),
     ],
 )
 def test_what_trees_cannot_honour_is_refused_by_name(pair, options, words):

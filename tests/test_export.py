@@ -361,7 +361,7 @@ def test_card_has_recipe_table_and_warnings(tmp_path):
     assert "Measured tau: 2.00, against 4.00 with domino_chain" in card
     assert "- lambda_end: 0.3" in card and "- learning_rate: 0.002" in card and "- zero_stage: 1" in card
     assert 'speculation_type="dflash"' in card and "trust_remote_code=True" in card
-    assert "covered 12 of 64 tokens" in card and "SGLang 0.5.14" in card
+    assert "covered 12 of 64 tokens" in card and "- SGLang: stock 0.5.14 ignores" in card
     for name in ("README.md", "provenance.json", "export.json", "config.json"):
         assert str(tmp_path) not in (output / name).read_text()
 
