@@ -14,7 +14,7 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   train       trains the drafter through DeepSpeed   -> RUN/drafter
   eval        decodes and measures                   -> RUN/results.json, RUN/report.md
   calibrate   compares confidence with acceptance    -> RUN/calibration.json, used by eval --confidence_threshold
-  export      writes a folder for other programs     -> RUN/export, in any public format (CONFIG or a drafter)
+  export      writes a folder for other programs     -> RUN/export, any public format, also to the Hub (CONFIG or a drafter)
   inspect     says what a drafter checkpoint is and, with --target, whether it drafts (CONFIG or a drafter)
   verify      proves equality with the target's own text
   bench       times tree building, a round's overhead and batching; with --training the loss and the training step

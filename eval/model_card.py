@@ -76,7 +76,7 @@ def model_card(drafter: Drafter, origin: Origin, form: str = "transformers", pla
         f"# Drafter for {shown}\n",
         _what(shown, drafter, form) + _target_weights(trained_on, origin.identity),
         "## Use\n",
-        usage(drafter, form, hub_id or "TARGET", place)
+        usage(drafter, form, hub_id or "TARGET", place, _best_budget(origin.results))
         + ("" if place != "DIR" else "\n`DIR` is this folder or its Hub id.\n"),
         "## Measured\n",
         _measured(origin.results),
@@ -123,6 +123,11 @@ def _target_weights(trained_on: str, identity: str) -> str:
         hub_id, _, commit = identity.rpartition("@")
         return f"- target: {os.path.basename(hub_id) if os.path.isabs(hub_id) else hub_id}, commit {commit}\n"
     return f"- target: weights with fingerprint {identity}\n" if identity else ""
+
+
+def _best_budget(results: dict | None) -> int | None:
+    """The tree size that evaluation chose by measured cost; it is this machine's, as all speeds are."""
+    return ((results or {}).get("settings", {}).get("budget_choice") or {}).get("budget")
 
 
 def _title(form: str, spec: DrafterSpec) -> str:

@@ -32,7 +32,7 @@ inputs = tokenizer.apply_chat_template(
 )
 """
 _TREES = """output = target.generate(
-    **inputs, assistant_model=drafter, custom_generate="{place}", trust_remote_code=True, max_new_tokens=64
+    **inputs, assistant_model=drafter, custom_generate="{place}", trust_remote_code=True, {budget}max_new_tokens=64
 )
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 ```
@@ -50,7 +50,7 @@ output = target.generate(**inputs, assistant_model=drafter, speculation_type="df
 _SHIFTED = "transformers' own loop reads the fill-in layout only: this drafter is shifted and does not fit it.\n"
 
 
-def usage(drafter: Drafter, form: str, target: str, place: str) -> str:
+def usage(drafter: Drafter, form: str, target: str, place: str, budget: int | None = None) -> str:
     """Markdown that says how to use the folder.
 
     Args:
@@ -58,10 +58,16 @@ def usage(drafter: Drafter, form: str, target: str, place: str) -> str:
         form: name of the written format.
         target: Hub id of the target, or a stand-in for it.
         place: Hub id of the folder, or a stand-in for its path.
+        budget: size of the trees with the most tokens a second, where that was measured.
     """
     names = {"target": target, "place": place}
+    chosen = f"budget={budget}, " if budget else ""
     if form == "transformers":
-        parts = ["With transformers (5.24 or newer), by trees:\n", (_LOAD + _TREES).format(**names), _TREE_NOTES]
+        parts = [
+            "With transformers (5.24 or newer), by trees:\n",
+            (_LOAD + _TREES).format(**names, budget=chosen),
+            _TREE_NOTES,
+        ]
         parts.append(_SHIFTED if drafter.spec.shift_label else _OWN_LOOP)
         parts.append(_OURS.format(**names))
     else:

@@ -127,6 +127,13 @@ def test_measured_tables_have_tau_speed_up_and_intervals():
     assert "8.00x / 4.00 | 8.00x / 4.00 | 8.00x / 4.00 |" in two and "4.00 (4.00–4.00)" in two
 
 
+def test_the_tree_size_chosen_by_measured_cost_stands_in_the_example():
+    results = results_of(["gsm8k"])
+    results["settings"]["budget_choice"] = {"budget": 12, "curve": []}
+    assert "trust_remote_code=True, budget=12, max_new_tokens=64" in card_of(origin=Origin(HUB_ID, results=results))
+    assert "trust_remote_code=True, max_new_tokens=64" in card_of()
+
+
 def test_a_reduced_vocabulary_is_said_for_the_file_that_holds_it():
     drafter = tiny_drafter(tiny_target(), head_type="none", pure_draft_prefix_len=0, draft_vocab_size=12)
     drafter.draft_ids = torch.arange(12)
