@@ -62,6 +62,8 @@ def test_the_transformers_folder_is_used_by_trees_and_by_the_own_loop():
     assert 'AutoModel.from_pretrained("DIR", trust_remote_code=True, dtype=target.dtype)' in text
     assert 'custom_generate="DIR"' in text and 'speculation_type="dflash"' in text
     assert "stock 0.5.14 ignores the Domino tensors WITHOUT A WARNING" in text
+    for block in text.split("```python")[1:]:
+        compile(block.split("```")[0], "card", "exec")
     pushed = card_of(place="me/drafter")
     assert 'custom_generate="me/drafter"' in pushed and "DIR" not in pushed
     shifted = card_of(shift_label=True)
