@@ -14,6 +14,7 @@ from training.checkpoints import newest_checkpoint
 from training.forward import capture_taps
 from training.initialise import initialise_from_target, zero_correction
 from training.metrics import summarise
+from training.objective import STATISTICS
 from training.trainer import NonFiniteLoss
 
 
@@ -137,12 +138,19 @@ def test_progress_log_holds_every_figure_and_forgets_what_is_repeated(tmp_path):
     assert [line["step"] for line in lines] == [1, 2]
 
 
-def test_summary_weights_losses_and_counts_hits():
-    sums = torch.tensor([[2.0, 1.0], [4.0, 2.0], [2.0, 1.0], [2, 2], [1, 0], [2, 1]])
-    figures = summarise(sums)
+def test_summary_weights_losses_and_counts_hits_and_leading_runs():
+    """Two blocks of two slots: the first is right at depths 1 and 2, the second at depth 1 only."""
+    known = {
+        "weight": [2, 1], "base_loss": [4, 2], "final_loss": [2, 1], "count": [2, 2], "base_hits": [1, 0],
+        "final_hits": [2, 1], "final_run": [2, 1], "base_run": [1, 0], "recall_hits": [2, 2],
+    }  # fmt: skip
+    unknown = [float("nan")] * 2
+    figures = summarise(torch.tensor([known.get(name, unknown) for name in STATISTICS], dtype=torch.float32))
     assert figures["base_loss"] == 2.0 and figures["final_loss"] == 1.0
-    assert figures["base_accuracy"] == 0.25 and figures["accuracy"] == 0.75
+    assert figures["base_accuracy"] == 0.25 and figures["accuracy"] == 0.75 and figures["recall"] == 1.0
     assert figures["accuracy_1"] == 1.0 and figures["accuracy_2"] == 0.5
+    assert figures["final_run"] == 1.5 and figures["base_run"] == 0.5
+    assert not any(name.startswith(("kl", "tv", "agreement")) for name in figures)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
