@@ -157,7 +157,7 @@ def test_a_finished_run_of_other_options_is_not_overwritten(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--deepspeed", "configs/deepspeed/zero2.json"], "(zero_stage was 1, is 2)"),
+        (["--deepspeed", "configs/deepspeed/zero2.json"], "was written under another layout (zero_stage 1 -> 2)"),
         (["--dtype", "bf16"], "(bf16 was False, is True)"),
     ],
 )
