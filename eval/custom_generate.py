@@ -117,7 +117,7 @@ def _decode(
     eos = tuple(token for ids in ends for token in ids.tolist())
     plain, warped = Target(model, freeze=False), WarpedTarget(model, logits_processor)
     plain.eos_ids = warped.eos_ids = eos
-    proposer = make_proposer(plain, with_draft_vocabulary(drafter), method, options)
+    proposer = make_proposer(plain, with_draft_vocabulary(drafter, plain.vocab_size), method, options)
     mask = model_kwargs.get("attention_mask")
     room = generation_config.max_length - input_ids.shape[1]
     seeds = torch.randint(2**62, (len(input_ids),)).tolist()  # torch.manual_seed governs samples, as usual
@@ -194,17 +194,21 @@ class StreamedBatch(Batch):
         return count
 
 
-def with_draft_vocabulary(model: PreTrainedModel) -> Drafter:
-    """The drafter limited to the tokens that its head was trained on: those with a row in its output projection.
+def with_draft_vocabulary(model: PreTrainedModel, vocab_size: int) -> Drafter:
+    """The drafter limited to the target's tokens that its head was trained on, those with a row in its projection.
 
-    An export keeps one row a token of the full vocabulary, zeros where the draft vocabulary has none. The caller's
-    module is left as it is: model and head are shallow copies with another output projection.
+    An export keeps one row a token of the full vocabulary, zeros where the draft vocabulary has none; the tables of
+    drafter and target may be padded differently. The caller's module is left as it is: model and head are shallow
+    copies with another output projection.
     """
     if model.head is None:
         return Drafter(model)
     rows_VE = model.head.rows()
     ids = rows_VE.any(dim=1).nonzero().flatten()
-    if len(ids) == len(rows_VE):
+    # A head that was never trained has no rows at all; it corrects nothing, and proposes everything.
+    ids = ids if len(ids) else torch.arange(len(rows_VE), device=rows_VE.device)
+    ids = ids[ids < vocab_size]
+    if len(ids) == len(rows_VE) == vocab_size:
         return Drafter(model)
     model = _shallow(model)
     head = _shallow(model.head)

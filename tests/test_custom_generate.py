@@ -140,7 +140,7 @@ def test_zero_rows_are_outside_the_draft_vocabulary(head):
     rows[ids] = small.model.head.rows()
     state = small.model.state_dict() | {small.model.head.output_name: rows}
     exported.model.load_state_dict(state)
-    fitted = with_draft_vocabulary(exported.model)
+    fitted = with_draft_vocabulary(exported.model, VOCAB)
     assert torch.equal(fitted.draft_ids, ids) and torch.equal(fitted.model.head.rows(), small.model.head.rows())
     assert exported.model.head.rows().shape == (VOCAB, 8) and exported.spec.draft_vocab_size is None
     options, requests = TreeOptions(budget=8), [Request([5, 9, 12], 8)]
@@ -150,6 +150,18 @@ def test_zero_rows_are_outside_the_draft_vocabulary(head):
     ]
     assert [r.accepted for r in answers[0].rounds] == [r.accepted for r in answers[1].rounds]
     assert answers[0].accepted_ranks == answers[1].accepted_ranks
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 6, VOCAB + 6])
+def test_tables_padded_differently_and_a_head_without_rows(vocab):
+    target = tiny_target(vocab=vocab)
+    drafter = tiny_drafter(tiny_target()).model
+    with torch.no_grad():
+        drafter.head.output.weight.zero_()
+    ours = generate(target.model, assistant_model=drafter, inputs=PROMPTS[1:], max_new_tokens=8)
+    assert torch.equal(ours, target.model.generate(PROMPTS[1:], max_new_tokens=8, do_sample=False))
+    ids = with_draft_vocabulary(drafter, vocab).draft_ids
+    assert len(ids) == min(vocab, VOCAB)
 
 
 def test_processors_do_not_touch_what_the_drafter_scores_with(pair):
