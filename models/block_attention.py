@@ -18,7 +18,20 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class DrafterRotaryEmbedding(Qwen3RotaryEmbedding):
-    """Qwen3's; transformers heeds `partial_rotary_factor` for its scaled kinds of rope, this one for the plain too."""
+    """Qwen3's, with two differences.
+
+    transformers heeds `partial_rotary_factor` for its scaled kinds of rope, this one for the plain too. And frequencies
+    stay fp32 whatever dtype the module is cast to, as they do in DeepSpeed and in `from_pretrained`: rounded to bf16
+    they are off by up to 0.4 %, radians after some hundred tokens, so that a drafter would decode with other angles
+    than it was trained with.
+    """
+
+    def _apply(self, fn, recurse: bool = True):
+        kept = {name: buffer for name, buffer in self.named_buffers(recurse=False) if not buffer.is_meta}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
 
     @staticmethod
     def compute_default_rope_parameters(config, **kwargs) -> tuple[Tensor, float]:

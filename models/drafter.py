@@ -157,6 +157,8 @@ class DFlashDraftModel(PreTrainedModel):
         block = noise_embeds.to(context.dtype)
         cos, sin = self.rotary_emb(block, position_ids)
         rope = cos[:, None], sin[:, None]
+        if isinstance(attention_mask, Tensor) and self.config._attn_implementation == "flex_attention":
+            raise ValueError("attention flex takes a BlockMask: it would add a boolean mask to the scores")
         masks = layer_masks(self.spec, attention_mask, position_ids, slots, cached=cache is not None)
         for layer, kind in zip(self.layers, self.layer_kinds, strict=True):
             block = layer(block, context, rope, masks[kind], cache)

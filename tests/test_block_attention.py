@@ -14,7 +14,7 @@ from eval.decoding.proposals import DraftProposer
 from models.checkpoint import load_drafter
 from models.fitting import fit_to_target
 from models.formats.writing import write_checkpoint
-from tiny import tiny_target
+from tiny import tiny_drafter, tiny_target
 from training.attention import dense_mask, flex_mask
 
 SLIDING = ["sliding_attention", "full_attention"]
@@ -211,3 +211,27 @@ def test_attention_options_survive_every_format_that_has_words_for_them(tmp_path
             else:
                 with pytest.raises(ValueError, match=f"format {form} "):
                     write_checkpoint(drafter, target, form, folder)
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}])
+def test_frequencies_stay_fp32_in_a_bf16_drafter(tmp_path, rope):
+    """Rounded ones would turn keys and queries by other angles than training, which keeps its buffers fp32."""
+    target = tiny_target()
+    target.config.rope_parameters = {"rope_type": "default", "rope_theta": 50000.0} | rope
+    model = tiny_drafter(target).model
+    exact = model.rotary_emb.inv_freq.clone()
+    assert exact.dtype == torch.float32 and not torch.equal(exact, exact.bfloat16().float())
+    model.save_pretrained(tmp_path)
+    loaded = load_drafter(str(tmp_path), torch.bfloat16).model
+    for cast in (loaded, model.to(torch.bfloat16), model.bfloat16()):
+        assert cast.dtype == torch.bfloat16 and torch.equal(cast.rotary_emb.inv_freq, exact)
+    assert model.to("meta").rotary_emb.inv_freq.is_meta
+
+
+def test_a_boolean_mask_under_flex_attention_is_an_error(target):
+    """It would be added to the scores, and hide nothing (TRAPS 11)."""
+    model = tiny_drafter(target).model
+    model.config._attn_implementation = "flex_attention"
+    mask = torch.ones(1, 1, 5, 8, dtype=torch.bool)
+    with pytest.raises(ValueError, match="flex takes a BlockMask"):
+        model(torch.randn(1, 5, 32), torch.randn(1, 3, 64), attention_mask=mask)

@@ -18,7 +18,7 @@ from models.checkpoint import load_drafter
 from models.target import Target
 from tiny import tiny_drafter, tiny_target
 from trainers import logged, make_trainer
-from training.evaluation import TrainingEvaluation, held_out
+from training.evaluation import TrainingEvaluation, decoding_copy, held_out
 from training_runs import write_prompts, write_target
 
 ASKED = dict(train_eval_prompts=5, eval_prompts=3, max_new_tokens=10, budget=8, width=3, candidates=8)
@@ -184,3 +184,13 @@ def test_the_last_step_is_evaluated_too(tmp_path):
     assert script.taus == []
     assert [(s["step"], s["eval_tau_dartree_pruned"]) for s in trainer.state.log_history if "eval_runtime" not in s
             and "eval_tau_dartree_pruned" in s] == [(4, 1.0), (5, 2.0)]  # fmt: skip
+
+
+def test_the_decoding_copy_uses_masks_and_devices_of_decoding(target):
+    """Training may run flex attention, which takes no masks of trees, and its ids lie on the CPU."""
+    model = tiny_drafter(target, draft_vocab_size=12).model
+    model.config._attn_implementation = "flex_attention"
+    copy = decoding_copy(model, torch.arange(4, 64, 5), target)
+    assert copy.model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "flex_attention"
+    assert copy.draft_ids.device == target.device

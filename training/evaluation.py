@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.initialization import no_init_weights
 
-from data.benchmarks import load_benchmark
-from data.prompts import Prompt
 from data.settings import RunConfig
 from eval.decoding.loop import Request, generate
 from eval.decoding.proposals import available_methods
+from eval.held_out import held_out
 from eval.metrics import acceptance_by_position, tau_mean, tau_rounds
 from eval.plans import CHAINS, configured_plan
 from eval.records import AR, Generation
@@ -65,7 +65,7 @@ class TrainingEvaluation:
         self.config, self.target = config, target
         self.methods = decoded_methods(model.spec.head_type)
         usable = Session(config, target, Drafter(model), "").usable_ids
-        self.prompts = held_out(config, usable)
+        self.prompts = held_out(config, usable, config.train_eval_prompts, ", or set eval_strategy to no")
         own = self.prompts[rank::ranks]
         self.requests = [(p.id, Request(usable(p.turns[:1], []), config.max_new_tokens, p.id)) for p in own]
         self.rank, self.examples = rank, []
@@ -143,38 +143,16 @@ def decoded_methods(head_type: str) -> list[str]:
     return [m for m in available_methods(head_type) if m in CHAINS or m == "dartree_pruned"]
 
 
-def held_out(config: RunConfig, usable: Callable) -> list[Prompt]:
-    """`train_eval_prompts` prompts in equal parts from benchmarks, beyond those that the eval stage reports: a
-    checkpoint chosen on reported prompts would flatter the report.
-
-    Raises ValueError when none is left.
-    """
-    sources = config.train_eval_sources or config.benchmarks
-    share = -(-config.train_eval_prompts // len(sources))
-    prompts: dict[str, Prompt] = {}
-    for source in sources:
-        # Twice as many, since some may be too long.
-        wanted = config.eval_prompts + 2 * share
-        benchmark = load_benchmark(source, wanted, config.seed, config.benchmark_dir)
-        fit = [p for p in benchmark.prompts if usable(p.turns[:1], []) is not None]
-        reported = (config.eval_prompts or benchmark.count) if source in config.benchmarks else 0
-        prompts |= {p.id: p for p in fit[reported : reported + share]}
-    if not prompts:
-        raise ValueError(
-            f"no usable prompt of {' '.join(sources)} is left for evaluation while training, beyond the first "
-            f"{config.eval_prompts or 'published'} (eval_prompts) that the report uses: lower eval_prompts, give "
-            "--train_eval_sources, or set eval_strategy to no"
-        )
-    return list(prompts.values())[: config.train_eval_prompts]
-
-
 def decoding_copy(model: DFlashDraftModel, draft_ids: Tensor | None, target: Target) -> Drafter:
     """The drafter as a finished run would load it: whole weights, LoRA added in, in the target's dtype."""
+    config = deepcopy(model.config)
+    config._attn_implementation = "sdpa"  # flex, which training may use, takes no masks of trees and ragged rows
     with no_init_weights():
-        copy = DFlashDraftModel(model.config)
+        copy = DFlashDraftModel(config)
     copy = copy.to(device=target.device, dtype=target.dtype)
     copy.load_state_dict(full_weights(model))
-    return fit_to_target(Drafter(copy.eval().requires_grad_(False), draft_ids), target)
+    ids = None if draft_ids is None else draft_ids.to(target.device)
+    return fit_to_target(Drafter(copy.eval().requires_grad_(False), ids), target)
 
 
 def summarise_decoding(generations: list[Generation], methods: list[str]) -> dict[str, float]:
