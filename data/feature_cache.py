@@ -84,6 +84,7 @@ class FeatureCache:
         self._taps: dict[str, Tensor] = {}
         self._final: dict[str, Tensor] = {}
         self._bytes = 0
+        self._added: set[str] = set()  # by this process; the reader sees them only after `refresh`
 
     def missing(self, rows: Sequence[AnswerRow]) -> list[AnswerRow]:
         """The rows that are not in the cache, or were cut at a smaller limit."""
@@ -94,8 +95,14 @@ class FeatureCache:
         return self._reader.get(row_key(row)) if self._has(row) else None
 
     def add(self, row: AnswerRow, taps_SC: Tensor, final_SD: Tensor) -> None:
-        """Adds a row's features of (at least) all tokens but the last; on disk once a shard is full, or by `flush`."""
+        """Adds a row's features of (at least) all tokens but the last; on disk once a shard is full, or by `flush`.
+
+        A row that is there already is left as it is: a batch is captured whole, also for one row that was missing.
+        """
         key, length = row_key(row), self._needed(row)
+        if key in self._added or self._has(row):
+            return
+        self._added.add(key)
         # A copy: a slice would keep the whole batch in memory.
         self._taps[key] = taps_SC[:length].to("cpu", torch.bfloat16, copy=True)
         self._final[key] = final_SD[:length].to("cpu", torch.bfloat16, copy=True)

@@ -12,6 +12,7 @@ Shape suffixes: R requests, S prompt length, M tokens of a forward, V vocabulary
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -49,6 +50,10 @@ _WITHOUT_HISTORY = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
     EpsilonLogitsWarper, EtaLogitsWarper, SuppressTokensLogitsProcessor, LogitNormalization,
     InfNanRemoveLogitsProcessor,
+)  # fmt: skip
+# Keywords of the target's forward that say nothing beyond input_ids, or that we read.
+_UNDERSTOOD = (
+    "attention_mask", "position_ids", "cache_position", "cache", "past_key_values", "use_cache", "logits_to_keep",
 )  # fmt: skip
 
 
@@ -146,14 +151,24 @@ def _refuse(generation_config, processors, criteria, model_kwargs: dict) -> None
     """Raises ValueError naming what was asked for and cannot be honoured."""
     if generation_config.num_beams > 1:
         raise ValueError(f"custom_generate decodes without beams, got num_beams {generation_config.num_beams}")
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("custom_generate needs input_ids, not inputs_embeds")
     wanted = [name for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
               if getattr(generation_config, name, False)]  # fmt: skip
+    wanted += [name for name, value in model_kwargs.items() if name not in _UNDERSTOOD and _is_an_input(name, value)]
     names = [type(p).__name__ for p in processors if not isinstance(p, _WITHOUT_HISTORY)]
     names += [type(c).__name__ for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
     if names + wanted:
         raise ValueError(f"custom_generate does not support {', '.join(names + wanted)}")
+
+
+def _is_an_input(name: str, value) -> bool:
+    """Whether a keyword carries tensors, alone or in a list or dictionary: the target would read them, and we do not.
+
+    Token types that are all 0 are what a model takes without any.
+    """
+    if isinstance(value, Tensor):
+        return name != "token_type_ids" or bool(value.any())
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any(_is_an_input(name, part) for part in parts)
 
 
 def _sequences(input_ids: Tensor, answers: list[list[int]], generation_config):

@@ -1,5 +1,7 @@
 """`generate(custom_generate=DIR)` takes transformers' usual arguments and returns what transformers would."""
 
+import copy
+
 import pytest
 import torch
 from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteriaList
@@ -117,6 +119,35 @@ def test_what_trees_cannot_honour_is_refused_by_name(pair, options, words):
     model, drafter = pair
     with pytest.raises(ValueError, match=words):
         generate(model, **{"assistant_model": drafter, "inputs": PROMPTS[1:], "max_new_tokens": 4} | options)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "token_type_ids"])
+def test_inputs_of_other_kinds_are_refused_by_name(pair, name):
+    """Pictures in the prompt, say: the target would read them, the trees would not."""
+    model, drafter = pair
+
+    class Seeing(type(model)):
+        def forward(self, *args, pixel_values=None, image_grid_thw=None, token_type_ids=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    seeing = copy.copy(model)
+    seeing.__class__ = Seeing
+    options = dict(assistant_model=drafter, inputs=PROMPTS[1:], max_new_tokens=4)
+    value = torch.ones(1, 5, dtype=torch.long)
+    for given in (value, [value]):
+        with pytest.raises(ValueError, match=f"custom_generate does not support {name}$"):
+            generate(seeing, **options, **{name: given})
+    plain = generate(seeing, **options)
+    assert torch.equal(generate(seeing, **options, token_type_ids=0 * value), plain)  # what tokenizers add unasked
+    positions = torch.arange(5)[None]
+    assert torch.equal(generate(seeing, **options, position_ids=positions, attention_mask=MASK[1:]), plain)
+
+
+def test_embeddings_in_the_place_of_tokens_are_refused(pair):
+    model, drafter = pair
+    embeds = model.get_input_embeddings()(PROMPTS[1:])
+    with pytest.raises(ValueError, match="does not support inputs_embeds"):
+        generate(model, assistant_model=drafter, inputs_embeds=embeds, max_new_tokens=4)
 
 
 def test_the_callers_modules_stay_as_they_were(pair):

@@ -7,6 +7,7 @@ from models.target import load_target
 from tiny import tiny_drafter
 from training import train_drafter
 from training.dry_run import state_bytes
+from training.objective import Objective
 from training_runs import answer_rows, write_run
 
 
@@ -55,6 +56,32 @@ def test_before_there_are_answers_sizes_are_limits(run, capsys):
 def test_packed_rows_and_partial_training_are_counted(run, capsys):
     packed = said(capsys, run, "--packing", "--max_row_length", "100")
     assert packed["rows"].endswith("of 10 conversations, 0 skipped") and not packed["rows"].startswith("10")
+
+
+def test_a_small_vocabulary_makes_larger_chunks(run, capsys):
+    """As many slots as 64 MiB of fp32 logits hold, of the tokens that the drafter can propose."""
+    figures = said(capsys, run, "--loss_chunk", "0", "--draft_vocab_size", "16")
+    assert figures["the loss's logits, fp32"] == "0.06 GiB an array (1048576 slots x 16 tokens)"
+    target = load_target(str(run.parent / "target"), torch.float32)
+    assert Objective(target, torch.arange(16)).chunk == 1048576
+    whole = said(capsys, run, "--loss_chunk", "0")
+    assert whole["the loss's logits, fp32"] == "0.06 GiB an array (262144 slots x 64 tokens)"
+
+
+@pytest.mark.parametrize("kind", ["adapter", "gguf"])
+def test_no_target_is_merged_or_converted(run, capsys, monkeypatch, tmp_path, kind):
+    plain = said(capsys, run)
+    words = ["--cache_dir", str(tmp_path / "cache")]
+    if kind == "adapter":
+        words += ["--target_adapter", str(tmp_path / "lora")]
+    else:
+        (tmp_path / "mine.gguf").touch()
+        words += ["--target", str(tmp_path / "mine.gguf")]
+        folder = str(run.parent / "target")
+        monkeypatch.setattr("models.target._source", lambda path: (folder, {}) if path.endswith(".gguf") else 1 / 0)
+    figures = said(capsys, run, *words)
+    assert figures["drafter"] == plain["drafter"] and figures["target, frozen"] == plain["target, frozen"]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_mistake_is_still_a_mistake(run, capsys):

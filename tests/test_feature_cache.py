@@ -127,6 +127,27 @@ def test_an_answer_written_anew_is_another_row(run):
     assert not cache.missing(ROWS)
 
 
+def test_a_row_that_is_there_is_not_stored_again(run):
+    """A hybrid step captures a whole batch for the one row that it lacks."""
+    assert stage(run) == 0
+    cache, settings = cache_of(run)
+    index = Path(cache.folder, "features", "index.jsonl")
+    new = [type(row)(f"new-{row.id}", "d", row.prompt_ids, row.answer_ids, "eos") for row in ROWS[:2]]
+    writer = FeatureCache(cache.folder, settings, 640, writing=True)
+    before = len(index.read_text().splitlines())
+    features = {row.id: [torch.full((len(row.prompt_ids + row.answer_ids), n), 9.0) for n in (64, 32)] for row in ROWS}
+    for row in (*ROWS, new[0], new[0]):
+        writer.add(row, *features[row.id.removeprefix("new-")])
+    writer.flush()
+    writer.add(new[0], *features[ROWS[0].id])  # on disk since, and not looked for again
+    writer.add(new[1], *features[ROWS[1].id])
+    writer.flush()
+    lines = [json.loads(line)[0] for line in index.read_text().splitlines()[before:]]
+    assert lines == [row_key(row) for row in new]
+    cache, _ = cache_of(run)
+    assert cache.get(ROWS[0])[0].max() != 9.0 and (cache.get(new[0])[0] == 9.0).all()
+
+
 def losses(config, epochs=2, terms=None, **options):
     """Losses of some plain gradient steps, and the target's forwards in each epoch."""
     config = load_config(str(config), options)

@@ -2,9 +2,13 @@
 
 import pytest
 
+from data.settings import StageError
 from eval.decoding.loop import Answer
 from eval.records import RoundRecord
+from training import overfit, session, train_drafter
 from training.overfit import Look, accepted_in_whole_rounds
+from training.trainer import NonFiniteLoss
+from training_runs import answer_rows, write_run
 
 LEARNED = list(range(10, 20))
 
@@ -33,3 +37,32 @@ def test_a_method_that_was_not_judged_neither_passes_nor_fails():
     assert Look(1, {"a": 3.0, "b": None}).least == 3.0
     assert Look(1, {"a": 0.5, "b": 3.0}).least == 0.5
     assert Look(1, {"a": None}).least == 0.0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NonFiniteLoss("the loss is not finite at step 3"), OSError(28, "No space left on device"), StageError("x\ny")],
+)
+def test_a_check_that_fails_on_the_way_is_one_line_and_exit_code_1(tmp_path, monkeypatch, capsys, error):
+    def stop(plan):
+        raise error
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(train_drafter, "_single_process_defaults", lambda: None)
+    monkeypatch.setattr(overfit, "overfit_check", stop)
+    assert train_drafter.main([str(write_run(tmp_path, answer_rows(4))), "--overfit_check"]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train:")]
+    assert lines == [f"train: {' '.join(str(error).split())}"]
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_line_and_exit_code_1(tmp_path, monkeypatch, capsys):
+    """Refused while the trainer is built."""
+
+    def stop(plan):
+        raise OSError(28, "No space left on device", "run.json")
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(train_drafter, "_single_process_defaults", lambda: None)
+    monkeypatch.setattr(session, "build", stop)
+    assert train_drafter.main([str(write_run(tmp_path, answer_rows(4)))]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "train: [Errno 28] No space left on device: 'run.json'"

@@ -6,12 +6,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as flex
 
 from data.batches import collate, pack_samples
+from data.settings import load_config
+from models.target import load_target
 from tiny import MASK, tiny_drafter, tiny_target
+from training import plan
 from training.attention import block_rule, choose_attention, dense_mask, flex_mask
 from training.forward import block_loss, capture_batch
 from training.objective import Objective
 from training.rows import TrainingRows
-from training_runs import answer_rows
+from training_runs import answer_rows, write_run
 
 # anchors * block: 12, 127, 128, 129, 250 (TRAPS 12: builders that pad the query length out of range).
 SIZES = pytest.mark.parametrize(("anchors", "block"), [(3, 4), (1, 127), (2, 64), (43, 3), (25, 10)])
@@ -116,6 +119,28 @@ def test_the_kernel_is_chosen_by_the_device():
     assert choose_attention("sdpa", "cuda:0") == "sdpa"
     with pytest.raises(ValueError, match="attention flex needs a CUDA device, the device is cpu"):
         choose_attention("flex", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [({"causal": True}, "causal blocks"), ({"sliding_layers": (1,), "sliding_window": 4}, "sliding windows")],
+)
+def test_narrowed_masks_are_dense_on_a_gpu_too(tmp_path, monkeypatch, fields, what):
+    """With a faked device: the plan of a run that starts from such a drafter."""
+    config = str(write_run(tmp_path, answer_rows(4), init_from_target=False))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(plan, "rank_device", lambda name: "cuda:0")
+    monkeypatch.setattr(plan, "load_target", lambda path, dtype, device, *_, **more: load_target(path, dtype))
+    assert kernel_of(config) == "flex_attention"
+    tiny_drafter(tiny_target(), block_size=4, **fields).model.save_pretrained(tmp_path / "start")
+    start = {"init_drafter": str(tmp_path / "start")}
+    assert kernel_of(config, **start) == kernel_of(config, **start, attention="sdpa") == "sdpa"
+    with pytest.raises(ValueError, match=f"attention flex does not support the {what} of this drafter"):
+        kernel_of(config, **start, attention="flex")
+
+
+def kernel_of(config, **options):
+    return plan.prepare(load_config(config, options)).drafter_config._attn_implementation
 
 
 @pytest.mark.parametrize("head", ["none", "domino"])

@@ -14,16 +14,27 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from models.configuration import DrafterSpec
+
 KERNELS = {"sdpa": "sdpa", "flex": "flex_attention"}
 
 
-def choose_attention(name: str, device: str) -> str:
-    """transformers' name of the kernel for `attention`. Raises ValueError for flex without a GPU: it has no backward
-    there."""
+def choose_attention(name: str, device: str, spec: DrafterSpec | None = None) -> str:
+    """transformers' name of the kernel for `attention`.
+
+    Args:
+        spec: of the drafter, once it is known. Causal blocks and sliding windows narrow the mask in dense form.
+
+    Raises ValueError for flex without a GPU, where it has no backward, and for flex with such a drafter.
+    """
     if name == "flex" and not device.startswith("cuda"):
         raise ValueError(f"attention flex needs a CUDA device, the device is {device}: use sdpa or auto")
+    dense = spec is not None and (spec.causal or bool(spec.sliding_layers))
+    if name == "flex" and dense:
+        what = "causal blocks" if spec.causal else "sliding windows"
+        raise ValueError(f"attention flex does not support the {what} of this drafter: use sdpa or auto")
     if name == "auto":
-        name = "flex" if device.startswith("cuda") else "sdpa"
+        name = "flex" if device.startswith("cuda") and not dense else "sdpa"
     return KERNELS[name]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from models.drafter import DFlashDraftModel
 from models.target import Target, choose_dtype, outline_target
 from training.adapters import choose_trainable, head_names
 from training.arguments import world, zero_stage
-from training.objective import Objective
+from training.objective import loss_chunk
 from training.plan import begin, build_spec
 from training.rows import PackedRows, TrainingRows, TrainingSet
 
@@ -33,8 +34,7 @@ _BYTES_OF_A_TOKEN = 7  # of JSON, in answers.jsonl
 def describe_run(config: RunConfig) -> str:
     """The text. Raises ValueError for a user's mistake, as a real start does."""
     arguments, device = begin(config)
-    dtype = choose_dtype(config.dtype, device)
-    target = outline_target(resolve_target(config), dtype, config.trust_remote_code)
+    target = _outline(config, choose_dtype(config.dtype, device))
     rows = _rows(config)
     _, spec = build_spec(config, target, rows)
     with torch.device("meta"):
@@ -50,6 +50,14 @@ def describe_run(config: RunConfig) -> str:
     for title, entries in sections:
         lines += [f"{title}:", *(f"  {name:34} {value}" for name, value in entries.items())]
     return "\n".join(lines)
+
+
+def _outline(config: RunConfig, dtype: torch.dtype) -> Target:
+    """The base target, which has the sizes of a merged one, and a GGUF file as it is: merging and converting would
+    write a whole model."""
+    as_it_is = config.target.endswith(".gguf")
+    path = config.target if as_it_is else resolve_target(replace(config, target_adapter=""))
+    return outline_target(path, dtype, config.trust_remote_code)
 
 
 def _rows(config: RunConfig) -> list[AnswerRow]:
@@ -72,7 +80,7 @@ def _parameters(drafter: DFlashDraftModel, target: Target) -> dict[str, str]:
     }
 
 
-def _memory(drafter: nn.Module, target: Target, config: RunConfig, ranks: int, chosen: int) -> dict[str, str]:
+def _memory(drafter: DFlashDraftModel, target: Target, config: RunConfig, ranks: int, chosen: int) -> dict[str, str]:
     size, entries = torch.finfo(target.dtype).bits // 8, {}
     held = _count(target.model) * size
     for stage in (0, 1, 2, 3):
@@ -81,8 +89,8 @@ def _memory(drafter: nn.Module, target: Target, config: RunConfig, ranks: int, c
         entries[f"ZeRO-{stage} on {ranks} ranks{mark}"] = (
             f"{_gib(state)} drafter + {_gib(held)} target = {_gib(state + held)}"
         )
-    chunk = Objective(target, None, config.loss_chunk).chunk
-    vocabulary = config.draft_vocab_size or target.vocab_size
+    vocabulary = drafter.spec.draft_vocab_size or target.vocab_size
+    chunk = loss_chunk(vocabulary, config.loss_chunk)
     entries["the loss's logits, fp32"] = (
         f"{_gib(chunk * vocabulary * 4)} an array ({chunk} slots x {vocabulary} tokens)"
     )

@@ -84,6 +84,11 @@ def batch_gamma(config: RunConfig) -> float:
     return math.inf if config.position_weights == "dpace" else config.loss_gamma
 
 
+def loss_chunk(vocabulary: int, chunk: int = 0) -> int:
+    """Slots whose logits over so many tokens exist at once: `chunk`, or for 0 as many as CHUNK_BYTES hold."""
+    return chunk or max(1, CHUNK_BYTES // (4 * vocabulary))
+
+
 @dataclass
 class LossSums:
     """Sums over the supervised slots of one micro-batch.
@@ -103,13 +108,12 @@ class Objective:
     Args:
         target: frozen; its LM head gives the base logits and its own distribution, its embedding table feeds the head.
         draft_ids: ascending token ids of the draft vocabulary, on the target's device, or None.
-        chunk: slots whose vocabulary logits exist at once; 0 means as many as CHUNK_BYTES hold.
+        chunk: of `loss_chunk`.
     """
 
     def __init__(self, target: Target, draft_ids: Tensor | None, chunk: int = 0, terms: Terms | None = None):
         self.target, self.draft_ids, self.terms = target, draft_ids, terms or Terms()
-        size = target.vocab_size if draft_ids is None else len(draft_ids)
-        self.chunk = chunk or max(1, CHUNK_BYTES // (4 * size))
+        self.chunk = loss_chunk(target.vocab_size if draft_ids is None else len(draft_ids), chunk)
         self.index_V = None
         if draft_ids is not None:
             self.index_V = torch.zeros(target.vocab_size, dtype=torch.long, device=draft_ids.device)

@@ -18,7 +18,7 @@ from data.settings import RunConfig
 from models.checkpoint import check_same_spec, read_config
 from models.configuration import DrafterSpec
 from training.arguments import world
-from training.checkpoints import RUN_FILE, check_same_run, newest_checkpoint, read_json
+from training.checkpoints import PROVENANCE, RUN_FILE, check_same_run, newest_checkpoint, read_json
 from training.universal import wants_universal
 
 # Layout of ZeRO's state in a checkpoint; bf16 is not here: fp32 masters cannot be made out of nothing.
@@ -44,8 +44,8 @@ def find_resume(
         return None
     if not os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
         raise ValueError(f"resume_from_checkpoint: {checkpoint} is not a checkpoint of this trainer")
-    stored = read_json(Path(checkpoint).parent / RUN_FILE) or {}
-    then, said = stored.get("semantic", stored), []
+    stored = _written_by(checkpoint)
+    then, said = stored.get("semantic", {}), []
     if then:
         check_same_run(then, semantic, checkpoint, ignored=LAYOUT)
         layout = [f"{name} {then[name]} -> {semantic[name]}" for name in LAYOUT if then[name] != semantic[name]]
@@ -59,6 +59,17 @@ def find_resume(
     if said and world()[0] == 0:
         print(f"train: {checkpoint} continues with other settings: {'; '.join(said)}")
     return checkpoint
+
+
+def _written_by(checkpoint: str) -> dict[str, Any]:
+    """The options `semantic` and `operational` of the start that wrote a checkpoint, as far as it wrote them down.
+
+    Every start overwrites RUN_FILE, also one of another layout: it stands in only for what the checkpoint does not say.
+    """
+    run = read_json(Path(checkpoint).parent / RUN_FILE) or {}
+    own = read_json(Path(checkpoint, PROVENANCE)) or {}
+    latest = run if "semantic" in run or not run else {"semantic": run}  # once it held nothing else
+    return latest | {name: own[name] for name in ("semantic", "operational") if name in own}
 
 
 def _named(config: RunConfig, arguments: argparse.Namespace) -> str | None:

@@ -186,6 +186,7 @@ def described(plan: TrainingPlan) -> dict:
     return {
         "config": asdict(plan.config),
         "semantic": plan.semantic,
+        "operational": plan.operational,
         "spec": asdict(plan.spec),
         "git_commit": git_commit(),
         "git_diff": git_diff(),

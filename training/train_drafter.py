@@ -60,13 +60,13 @@ def _train(plan, rank: int) -> int:
     from training.trainer import NonFiniteLoss
 
     _single_process_defaults()
-    if plan.config.overfit_check:
-        return _check(plan, rank)
     try:
-        trainer, progress = build(plan)
-    except ValueError as error:  # transformers and DeepSpeed check their combined options only now
-        return _mistake(str(error), rank)
-    try:
+        if plan.config.overfit_check:
+            return _check(plan, rank)
+        try:
+            trainer, progress = build(plan)
+        except ValueError as error:  # transformers and DeepSpeed check their combined options only now
+            return _mistake(str(error), rank)
         train(plan, trainer, progress)
     except NonFiniteLoss as error:  # all ranks stop together
         print(f"train: {error}", file=sys.stderr, flush=True) if rank == 0 else None
@@ -77,7 +77,7 @@ def _train(plan, rank: int) -> int:
 
 
 def _check(plan, rank: int) -> int:
-    """The overfit gate: exit code 1 when decoding does not accept what was learned."""
+    """The overfit gate: exit code 1 when decoding does not accept what was learned. Raises what training raises."""
     from training.overfit import overfit_check
 
     try:
