@@ -8,7 +8,7 @@ own answers whatever the plan. Each request has its own random stream, so that r
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
@@ -28,6 +28,27 @@ def warm_up(session: Session, plans: Sequence[Plan], temperature: float) -> None
     for plan in plans:
         generate(session.target, session.proposer_of(plan), [Request(ids, WARM_UP_TOKENS)], temperature)
     time_generate(session.target, ids, WARM_UP_TOKENS)
+
+
+def conversation(
+    session: Session, store: Store, phase: str, question: Question, temperature: float
+) -> Iterator[tuple[Asking, list[int]]]:
+    """The turns of a question with their prompts, each as it is asked.
+
+    A later turn follows AR's stored answer: who decodes must answer a turn before taking the next. Ends early at a turn
+    that cannot be asked.
+    """
+    prompt, history = question.prompt, []
+    for turn in range(len(prompt.turns)):
+        ids = session.usable_ids(prompt.turns[: turn + 1], history)
+        if ids is None:
+            return
+        where = (phase, question.benchmark, prompt.id, turn, temperature)
+        yield where, ids
+        ar = store.find(where, Plan(AR), ids)
+        if ar is None:
+            return
+        history.append(session.target.tokenizer.decode(ar.tokens, skip_special_tokens=True))
 
 
 class Asker:
@@ -56,17 +77,12 @@ class Asker:
 
     def question(self, question: Question) -> None:
         """All turns of one prompt."""
-        session, history = self.session, []
-        turns = question.prompt.turns
-        for turn in range(len(turns)):
-            ids = session.usable_ids(turns[: turn + 1], history)
-            if ids is None:
-                tqdm.write(f"eval: {question.prompt.id} ends before turn {turn + 1}: rejected or too long")
-                return
-            where = (self.phase, question.benchmark, question.prompt.id, turn, self.temperature)
-            self._turn(where, ids, question.prompt.domain)
-            ar = self.store.generations[where, AR]
-            history.append(session.target.tokenizer.decode(ar.tokens, skip_special_tokens=True))
+        prompt, asked = question.prompt, 0
+        for where, ids in conversation(self.session, self.store, self.phase, question, self.temperature):
+            self._turn(where, ids, prompt.domain)
+            asked += 1
+        if asked < len(prompt.turns):
+            tqdm.write(f"eval: {prompt.id} ends before turn {asked + 1}: rejected or too long")
 
     def _turn(self, where: Asking, ids: list[int], domain: str) -> None:
         """Decodes what is missing of one turn."""
@@ -83,9 +99,9 @@ class Asker:
                 self._answer(where, plan, ids, seed, domain)
 
     def _yardstick(self, where: Asking, ids: list[int]) -> None:
-        if where not in self.store.generate_times:
+        if self.store.find_time(where, ids) is None:
             limit = self.session.config.max_new_tokens
-            self.store.add_time(where, time_generate(self.session.target, ids, limit))
+            self.store.add_time(where, ids, time_generate(self.session.target, ids, limit))
 
     def _answer(self, where: Asking, plan: Plan, ids: list[int], seed: str, domain: str) -> None:
         session, (phase, benchmark, prompt_id, turn, temperature) = self.session, where

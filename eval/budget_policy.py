@@ -85,6 +85,11 @@ class _Recorder(DraftProposer):
         return tree
 
 
+def unmeasured(known: BudgetCalibration | None, concurrency: Sequence[int]) -> list[int]:
+    """Numbers of requests at once whose costs are missing; one is always wanted."""
+    return sorted({1, *concurrency} - set(known.cost.draft_points if known else ()))
+
+
 def calibrate_budget(
     target: Target,
     drafter: Drafter,
@@ -93,6 +98,7 @@ def calibrate_budget(
     concurrency: Sequence[int],
     contexts: Sequence[int],
     temperature: float = 0.0,
+    known: BudgetCalibration | None = None,
 ) -> BudgetCalibration:
     """Measures costs and fits the exponent.
 
@@ -102,8 +108,9 @@ def calibrate_budget(
         concurrency: numbers of requests at once for which costs are measured; one is always among them.
         contexts: lengths after which verification is timed.
         temperature: of the target while the exponent is fitted.
+        known: an earlier calibration of all the same but for the concurrency: only what it lacks is measured.
     """
-    requests = sorted({1, *concurrency})
+    requests = unmeasured(known, concurrency)
     taps = drafter.spec.target_layer_ids
     verify: dict[tuple[int, int], dict[int, float]] = {}
     for count in requests:
@@ -112,6 +119,9 @@ def calibrate_budget(
         for context in sorted(set(contexts)):
             verify[count, context] = verify_cost(target, taps, sizes, context, 5 if count == 1 else 3, count)
     draft = {count: draft_cost(target, drafter, options, prompts, count) for count in requests}
+    if known is not None:
+        cost = RoundCost(known.cost.verify_points | verify, known.cost.draft_points | draft)
+        return replace(known, cost=cost)
     exponent, expected, accepted = fit_exponent(target, drafter, options, prompts, temperature)
     return BudgetCalibration(RoundCost(verify, draft), exponent, expected, accepted)
 

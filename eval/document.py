@@ -42,17 +42,26 @@ def markdown(results: dict) -> str:
         text = tables.time_table(results, temperature)
         parts += _section(f"5. Where a round's time goes, temperature {temperature:g}", text, command)
     parts += _section("Sweeps", tables.sweep_tables(results), command, 3)
-    parts += _section("6. Throughput against concurrency", tables.throughput_table(results), command)
+    parts += _section("6. Throughput against concurrency", tables.throughput_table(results), f"{_LOAD}\n{command}")
     parts += _section("Divergences from the autoregressive text", tables.divergence_table(results), _NEAR)
     parts.append(budget_table(settings.get("budget_choice")))
     parts.append("## Settings\n\n" + settings_lines(settings))
     return "\n".join(part for part in parts if part)
 
 
-_BOLD = "Bold: the 95 % interval excludes 0. The intervals are not corrected for the number of pairs.\n"
+_BOLD = (
+    "Bold: the 95 % interval excludes 0. The intervals are not corrected for the number of pairs; a dash stands for "
+    "that of a single prompt.\n"
+)
 _NEAR = (
     "A near tie: both tokens lie within the rounding of the run's dtype of the highest logit. The gap is recomputed in "
     "a plain forward.\n"
+)
+
+_LOAD = (
+    "Intervals: tau by bootstrap over the prompts. A run's throughput belongs to all its prompts together, since they "
+    "wait for each other, so that it cannot be resampled by prompt: a speed-up has an interval (Student's t over the "
+    "runs) from two `concurrency_runs` on, and none for one.\n"
 )
 
 

@@ -58,7 +58,7 @@ def divergence(
 def find_divergences(
     target: Target,
     generations: Sequence[Generation],
-    prompt_ids: Mapping[tuple[Asking, str], list[int]],
+    prompt_ids: Mapping[Asking, list[int]],
     threshold: float,
 ) -> list[Divergence]:
     """A record for each greedy answer that differs from AR's to the same question."""
@@ -69,6 +69,6 @@ def find_divergences(
         if g.temperature != 0 or g.method == AR or reference.get(where, g.tokens) == g.tokens:
             continue
         names = {name: getattr(g, name) for name in ("benchmark", "prompt_id", "turn", "method", "phase")}
-        ids = prompt_ids[where, g.plan.id]
+        ids = prompt_ids[where]
         found.append(divergence(target, ids, reference[where], g.tokens, threshold, plan=g.plan.id, **names))
     return found

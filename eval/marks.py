@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from data.answers import target_identity
+from data.fetch_target import resolve_target
 from data.settings import RunConfig
 from data.target_adapter import adapter_digest
 from models.checkpoint import DRAFT_VOCABULARY
@@ -50,10 +52,12 @@ def fingerprints(config: RunConfig, drafter_folder: str) -> tuple[str, str]:
     for source in (*config.prompts, *calibration):
         if os.path.isfile(source):
             weights.update(Path(source).read_bytes())
-    options = options_of(config)
+    options = options_of(config) | {"target": target_identity(resolve_target(config))}
     if config.target_adapter:
         options["target_adapter"] = adapter_digest(config.target_adapter)
     decided = {name: value for name, value in options.items() if name not in _GROWING}
+    if "cost-aware" in config.budget_policy:
+        decided["calibrated_at"] = config.temperatures[0]  # trees depend on what was measured at it
     mark = hashlib.sha256(json.dumps(decided, sort_keys=True).encode() + weights.digest())
     whole = hashlib.sha256(json.dumps(options, sort_keys=True).encode() + weights.digest())
     for name in config.benchmarks:

@@ -13,11 +13,25 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFound
 from huggingface_hub.utils import validate_repo_id
 
 from data.settings import StageError
+from models.checkpoint import DRAFT_VOCABULARY
+from models.formats.folder import INDEX, WEIGHTS
 
-# Files of ours that an earlier upload may have left in the repository and that this export no longer has: a stale
-# draft vocabulary or module would be read with the new weights. What others put there stays.
-STALE = ["*.py", "*.safetensors", "*.safetensors.index.json", "provenance.json", "export.json"]
+from .standalone import CUSTOM_GENERATE, DRAFTER, standalone
+
+# A number of five digits, in the names of shards. `*` would match folders too.
+_NUMBER = "[0-9]" * 5
 _REFUSED = (401, 403)
+
+
+def own_files() -> list[str]:
+    """Patterns of the files that an export may hold, but for those that every export writes.
+
+    An earlier upload may have left some that this one no longer has, and a stale draft vocabulary or module would be
+    read with the new weights. What others put into the repository stays: no pattern reaches further than our names.
+    """
+    code = [*standalone(*DRAFTER), *(f"custom_generate/{name}" for name in standalone(*CUSTOM_GENERATE))]
+    weights = [WEIGHTS, INDEX, f"model-{_NUMBER}-of-{_NUMBER}.safetensors", DRAFT_VOCABULARY]
+    return [*weights, "provenance.json", "export.json", *code]
 
 
 def check_access(repository: str) -> None:
@@ -47,7 +61,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     try:
         url = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message="Upload drafter", delete_patterns=STALE
+            repo_id=repository, folder_path=folder, commit_message="Upload drafter", delete_patterns=own_files()
         )
     except (HTTPError, OSError, RuntimeError) as error:
         again = f"hf upload {repository} {folder}" + (" --private" if private else "")

@@ -15,13 +15,12 @@ import os
 import sys
 
 if not __package__:
-    # Run as a script by DeepSpeed's launcher: Python looks into this folder first, where inspect.py and trace.py would
-    # hide its own modules of these names.
+    # Run as a script by DeepSpeed's launcher: Python looks into this folder first, and not into the project's.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -29,9 +28,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from data.settings import RunConfig, run_stage
-from eval.ask import Asker, warm_up
+from eval.ask import Asker, conversation, warm_up
 from eval.budget import SIZES, BudgetChoice, choose_budget, verify_cost
-from eval.budget_policy import BudgetCalibration, calibrate_budget
+from eval.budget_policy import BudgetCalibration, calibrate_budget, unmeasured
 from eval.decoding.loop import Request, generate
 from eval.document import headline
 from eval.exactness import find_divergences
@@ -47,6 +46,8 @@ from eval.store import Asking, Store
 from eval.throughput import concurrency_prompts, concurrency_rows, measure_concurrency
 from eval.traces import write_traces
 from models.checkpoint import finished_drafter
+
+COSTS = "round-cost.json"  # beside the stored answers
 
 
 def main(argv: list[str]) -> int:
@@ -83,12 +84,13 @@ def evaluate(config: RunConfig, command: str) -> None:
     """Runs what is missing, then writes RUN/results.json, report.md and plots. Raises ValueError for user mistakes."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     folder = finished_drafter(config.run_dir, config.drafter)
-    mark, whole = fingerprints(config, folder)
-    if already_done(config, whole):
+    if already_done(config, fingerprints(config, folder)[1]):
         if rank == 0:
             print(f"eval: finished already, see {config.path('report.md')}")
         return
     session = load_session(config, folder, rank, ranks)
+    # Once more: a target from the Hub has a commit only when it is in the cache.
+    mark, whole = fingerprints(config, folder)
     methods = chosen_methods(config, session.drafter.spec.head_type)
     asked = load_benchmarks(session)
     swept = _swept(config, asked)
@@ -157,23 +159,30 @@ def choose(session: Session, store: Store, asked: list[Asked]) -> BudgetChoice:
 
 
 def calibrate(session: Session, store: Store, asked: list[Asked]) -> BudgetCalibration:
-    """Costs of this machine for the cost-aware budget, from training prompts only; kept for a resumed evaluation."""
+    """Costs of this machine for the cost-aware budget, from training prompts only.
+
+    There is one calibration of all stored answers, kept beside them: another temperature has another folder
+    (eval/marks.py), and a later evaluation with more requests at once adds their costs to those that are there.
+    """
     config = session.config
-    path = store.folder / f"round-cost-{'-'.join(map(str, sorted({1, *config.concurrency})))}.json"
-    if not path.is_file():
-        print("eval: measures what a round costs on this machine")
-        plan = configured_plan(config, session.drafter.spec, "dartree_pruned")
-        measured = calibrate_budget(
-            session.target,
-            session.drafter,
-            tree_options(config, plan),
-            session.training_prompts(8, config.seed, _evaluated(session, asked)),
-            config.concurrency,
-            (64, max(128, config.max_prompt_length + config.max_new_tokens)),
-            config.temperatures[0],
-        )
-        write_whole(path, json.dumps(measured.to_dict()) + "\n")
-    return BudgetCalibration.from_dict(json.loads(path.read_text()))
+    path = store.folder / COSTS
+    known = BudgetCalibration.from_dict(json.loads(path.read_text())) if path.is_file() else None
+    if known is not None and not unmeasured(known, config.concurrency):
+        return known
+    print("eval: measures what a round costs on this machine")
+    plan = configured_plan(config, session.drafter.spec, "dartree_pruned")
+    measured = calibrate_budget(
+        session.target,
+        session.drafter,
+        tree_options(config, plan),
+        session.training_prompts(8, config.seed, _evaluated(session, asked)),
+        config.concurrency,
+        (64, max(128, config.max_prompt_length + config.max_new_tokens)),
+        config.temperatures[0],
+        known,
+    )
+    write_whole(path, json.dumps(measured.to_dict()) + "\n")
+    return BudgetCalibration.from_dict(measured.to_dict())  # to the last bit what a resumed evaluation reads
 
 
 def _evaluated(session: Session, asked: list[Asked]) -> set[str]:
@@ -194,7 +203,7 @@ def _shared(compute, session: Session):
 
 def finish(session: Session, store: Store, work: Work, choice: BudgetChoice | None, **marks) -> None:
     """Compares every greedy text with AR's, and writes the report."""
-    generations, askings = collect(store, work)
+    generations, prompts = collect(session, store, work)
     cells = []
     if session.config.concurrency:
         temperature, plans = next(iter(work.plans.items()))
@@ -214,9 +223,9 @@ def finish(session: Session, store: Store, work: Work, choice: BudgetChoice | No
     results = build_results(
         generations,
         settings,
-        find_divergences(session.target, generations, store.prompt_ids, session.config.near_tie),
+        find_divergences(session.target, generations, prompts, session.config.near_tie),
         session.config.seed,
-        generate_speeds(store, askings),
+        generate_speeds(store, prompts),
         [
             {"benchmark": a.name, "source": a.source, "prompts": len(a.prompts), "skipped": a.skipped}
             for a in work.asked
@@ -231,33 +240,28 @@ def finish(session: Session, store: Store, work: Work, choice: BudgetChoice | No
     print(f"eval: the whole report is {session.config.path('report.md')}")
 
 
-def collect(store: Store, work: Work) -> tuple[list[Generation], list[Asking]]:
-    """This evaluation's answers among all that the store holds, in the order of the tables, and its main questions."""
+def collect(session: Session, store: Store, work: Work) -> tuple[list[Generation], dict[Asking, list[int]]]:
+    """This evaluation's answers among all that the store holds, in the order of the tables, and its questions with
+    their prompts."""
     generations: list[Generation] = []
-    askings: list[Asking] = []
-    for temperature, plans in work.plans.items():
-        for asked in work.asked:
-            turns = _askings(MAIN, asked, temperature)
-            askings += turns
-            generations += store.answers(turns, plans)
+    prompts: dict[Asking, list[int]] = {}
+    parts = [(MAIN, asked, t, plans) for t, plans in work.plans.items() for asked in work.asked]
     if work.swept:
-        turns = _askings(work.sweep_phase, work.swept, list(work.plans)[0])
-        generations += store.answers(turns, work.sweep_plans)
-    return generations, askings
+        parts.append((work.sweep_phase, work.swept, next(iter(work.plans)), work.sweep_plans))
+    for phase, asked, temperature, plans in parts:
+        own = dict(pair for q in asked.questions for pair in conversation(session, store, phase, q, temperature))
+        generations += store.answers(own, plans)
+        prompts |= own
+    return generations, prompts
 
 
-def _askings(phase: str, asked: Asked, temperature: float) -> list[Asking]:
-    return [(phase, asked.name, p.id, turn, temperature) for p in asked.prompts for turn in range(len(p.turns))]
-
-
-def generate_speeds(store: Store, askings: Sequence[Asking]) -> dict[str, float]:
+def generate_speeds(store: Store, prompts: Mapping[Asking, list[int]]) -> dict[str, float]:
     """Tokens per second of target.generate by benchmark, the prefill outside, as for our own methods."""
     sums: dict[str, list[float]] = {}
-    for where in askings:
-        if where in store.generate_times:
-            tokens, seconds = store.generate_times[where]
+    for where, ids in prompts.items():
+        if time := store.find_time(where, ids):
             total = sums.setdefault(where[1], [0.0, 0.0])
-            total[0], total[1] = total[0] + tokens, total[1] + seconds
+            total[0], total[1] = total[0] + time[0], total[1] + time[1]
     return {name: tokens / seconds for name, (tokens, seconds) in sums.items() if seconds > 0}
 
 

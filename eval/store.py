@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,22 +16,22 @@ from .records import AR, Generation, Plan
 
 # phase, benchmark, prompt id, turn, temperature: a question as all plans of a phase answer it
 Asking = tuple[str, str, str, int, float]
+Ids = tuple[int, ...]  # of a prompt
 
 
 class Store:
     """What has been decoded, appended to a file of this rank as it comes and read back from all ranks' files.
 
     Each fingerprint of settings has its own folder, so that no evaluation removes what another one decoded. An answer
-    counts only for the very prompt tokens that it answered.
+    counts only for the very prompt tokens that it answered: a benchmark file may have changed under its ids.
     """
 
     def __init__(self, config: RunConfig, mark: str, rank: int):
         self.folder = Path(config.path("eval", mark[:12]))
         make_folder(str(self.folder), "run_dir")
         self.path = self.folder / f"rank-{rank}.jsonl"
-        self.generations: dict[tuple[Asking, str], Generation] = {}
-        self.prompt_ids: dict[tuple[Asking, str], list[int]] = {}
-        self.generate_times: dict[Asking, tuple[int, float]] = {}
+        self.generations: dict[tuple[Asking, str, Ids], Generation] = {}
+        self.generate_times: dict[tuple[Asking, Ids], tuple[int, float]] = {}
         self.choice: BudgetChoice | None = None
         for path in sorted(self.folder.glob("rank-*.jsonl")):
             self._read(path)
@@ -47,13 +47,12 @@ class Store:
             if "choice" in row:
                 self.choice = BudgetChoice(**row["choice"])
             elif "time" in row:
-                self.generate_times[tuple(row["asking"])] = tuple(row["time"])
+                self.generate_times[tuple(row["asking"]), tuple(row["prompt_ids"])] = tuple(row["time"])
             else:
                 self._keep(Generation.from_dict(row["generation"]), row["prompt_ids"])
 
     def _keep(self, generation: Generation, prompt_ids: list[int]) -> None:
-        key = asking(generation), generation.plan.id
-        self.generations[key], self.prompt_ids[key] = generation, prompt_ids
+        self.generations[asking(generation), generation.plan.id, tuple(prompt_ids)] = generation
 
     def _append(self, row: dict) -> None:
         with self.path.open("a") as file:
@@ -61,27 +60,30 @@ class Store:
 
     def find(self, where: Asking, plan: Plan, prompt_ids: list[int]) -> Generation | None:
         """The stored answer to exactly this prompt, or None."""
-        key = where, plan.id
-        return self.generations[key] if self.prompt_ids.get(key) == prompt_ids else None
+        return self.generations.get((where, plan.id, tuple(prompt_ids)))
+
+    def find_time(self, where: Asking, prompt_ids: list[int]) -> tuple[int, float] | None:
+        """The stored time of target.generate for exactly this prompt, or None."""
+        return self.generate_times.get((where, tuple(prompt_ids)))
 
     def add(self, generation: Generation, prompt_ids: list[int]) -> None:
         self._keep(generation, prompt_ids)
         self._append({"generation": generation.to_dict(), "prompt_ids": prompt_ids})
 
-    def add_time(self, where: Asking, time: tuple[int, float]) -> None:
-        self.generate_times[where] = time
-        self._append({"asking": where, "time": time})
+    def add_time(self, where: Asking, prompt_ids: list[int], time: tuple[int, float]) -> None:
+        self.generate_times[where, tuple(prompt_ids)] = time
+        self._append({"asking": where, "prompt_ids": prompt_ids, "time": time})
 
     def save_choice(self, choice: BudgetChoice) -> None:
         self.choice = choice
         self._append({"choice": asdict(choice)})
 
-    def answers(self, askings: Iterable[Asking], plans: Sequence[Plan]) -> list[Generation]:
-        """Stored answers of these plans to these questions, plan by plan, with the plans' notes of this run."""
-        askings, found = list(askings), []
+    def answers(self, prompts: Mapping[Asking, list[int]], plans: Sequence[Plan]) -> list[Generation]:
+        """Stored answers of these plans to these prompts, plan by plan, with the plans' notes of this run."""
+        found = []
         for plan in plans:
-            for where in askings:
-                generation = self.generations.get((where, plan.id))
+            for where, ids in prompts.items():
+                generation = self.find(where, plan, ids)
                 if generation is not None:
                     generation.plan = plan
                     found.append(generation)
@@ -89,7 +91,8 @@ class Store:
 
     def progress(self, phase: str, benchmark: str, temperature: float, plan: Plan) -> str:
         """tau and speed-up of one plan so far, over the prompts that AR has decoded too."""
-        here = [g for (a, _), g in self.generations.items() if (a[0], a[1], a[4]) == (phase, benchmark, temperature)]
+        latest = {(where, plan_id): g for (where, plan_id, _), g in self.generations.items()}
+        here = [g for (a, _), g in latest.items() if (a[0], a[1], a[4]) == (phase, benchmark, temperature)]
         own = [g for g in here if g.plan.id == plan.id]
         done = {g.answer for g in own}
         ar = tokens_per_second([g for g in here if g.method == AR and g.answer in done])

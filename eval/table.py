@@ -90,18 +90,18 @@ def number(value, digits: int) -> str:
 
 
 def ranged(value: float | None, interval: list[float] | None, unit: str = "") -> str:
-    """A figure with its interval in one cell: `2.73 (2.34–3.16)`."""
+    """A figure with its interval in one cell: `2.73 (2.34–3.16)`, or `2.73 (-)` without one."""
     if value is None:
         return "-"
-    return f"{value:.2f}{unit}" + (f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else "")
+    return f"{value:.2f}{unit} ({f'{interval[0]:.2f}–{interval[1]:.2f}' if interval else '-'})"
 
 
-def signed(value: float | None, interval: list[float] | None = None) -> str:
-    """A difference with its interval; bold where the interval excludes 0."""
+def signed(value: float | None, interval: list[float] | None) -> str:
+    """A difference with its interval, a dash without one; bold where the interval excludes 0."""
     if value is None:
         return "-"
     if interval is None:
-        return f"{value:+.2f}"
+        return f"{value:+.2f} (-)"
     text = f"{value:+.2f} ({interval[0]:+.2f} to {interval[1]:+.2f})"
     return f"**{text}**" if interval[0] > 0 or interval[1] < 0 else text
 

@@ -1,5 +1,7 @@
 """Intervals on known data: their width, what pairing does, and what is drawn together."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -52,7 +54,8 @@ def test_pairing_makes_a_difference_far_tighter_than_the_intervals():
     difference = a.tau - b.tau
     assert difference.estimate == pytest.approx(1.0) and difference.interval == pytest.approx([1.0, 1.0])
     assert a.tau.interval[1] - a.tau.interval[0] > 5
-    assert difference.p_value < 0.001 and (a.tau - a.tau).p_value == 1.0
+    # Five prompts that agree: the sign test's 2 * (1/2)**5.
+    assert difference.p_value == 1 / 16 and (a.tau - a.tau).p_value == 1.0
 
 
 def test_speedup_is_a_ratio_of_sums_with_an_interval_around_it():
@@ -73,11 +76,39 @@ def test_equal_samples_in_another_order_do_not_differ():
 
 def test_p_value_is_twice_the_smaller_tail_and_never_zero():
     values = np.concatenate([[0.5], np.full(97, 1.0), np.full(3, -1.0)])
-    assert Resampled(values).p_value == pytest.approx(0.06)
-    assert Resampled(np.ones(101)).p_value == pytest.approx(0.02)
+    assert Resampled(values, (50,)).p_value == pytest.approx(0.06)
+    assert Resampled(np.ones(101), (50,)).p_value == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"), [((5,), 1 / 16), ((2,), 1 / 2), ((20,), 2 / 10_000), ((3, 4), 1 / 64)]
+)
+def test_p_value_is_never_below_what_so_many_prompts_can_show(prompts, expected):
+    assert Resampled(np.ones(10_001), prompts).p_value == pytest.approx(expected)
+
+
+def test_one_prompt_has_no_interval_and_no_p_value():
+    one = figures([response([3], "p0")])
+    other = figures([response([1], "p0")])
+    assert (one.tau - other.tau).estimate == 2.0
+    assert (one.tau - other.tau).interval is None and (one.tau - other.tau).p_value is None
+    assert one.seconds_per_token.interval is None and (one.tau / other.tau).interval is None
+    # In an average it would count as known exactly.
+    many = figures([response([n % 3], f"p{n}") for n in range(9)], benchmark="many")
+    average = bootstrap.mean([one.tau, many.tau])
+    assert average.prompts == (1, 9) and average.interval is None and average.p_value is None
 
 
 def test_an_average_is_over_benchmarks_not_over_prompts():
     large = figures([response([3], f"p{n}") for n in range(30)], benchmark="large")
     small = figures([response([1], f"p{n}") for n in range(2)], benchmark="small")
     assert bootstrap.mean([large.tau, small.tau]).estimate == 3.0
+
+
+def test_a_ratio_of_several_runs_has_students_interval_on_its_logarithm():
+    assert bootstrap.runs_interval([2.0]) is None
+    # Logarithms 0.9, 1.0, 1.1: mean 1, deviation 0.1, and t = 4.303 at two degrees of freedom.
+    margin = 4.303 * 0.1 / math.sqrt(3)
+    found = bootstrap.runs_interval([math.exp(x) for x in (0.9, 1.0, 1.1)])
+    assert found == pytest.approx([math.exp(1 - margin), math.exp(1 + margin)])
+    assert bootstrap.runs_interval([2.0] * 20) == pytest.approx([2.0, 2.0])

@@ -11,14 +11,17 @@ import pytest
 from chromium import Browser, find_chromium
 from eval import html_report
 from eval.html_report import FOLDER, page, write_page
-from page_data import EVIL_PROMPT, SETTINGS, full_results, small_results, traces
+from eval.results import build_results
+from page_data import EVIL_PROMPT, PLANS, SETTINGS, full_results, generation, small_results, traces
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A page with every part, and one with the least."""
+    """A page with every part, one with the least, and one of a single prompt."""
     root = tmp_path_factory.mktemp("page")
-    for name, results, shown in (("full", full_results(), traces()), ("small", small_results(), None)):
+    one = build_results([generation(plan, "builtin", 0) for plan in PLANS], {"num_proposals": 3})
+    pages = ("full", full_results(), traces()), ("small", small_results(), None), ("one", one, None)
+    for name, results, shown in pages:
         (root / name).mkdir()
         write_page(str(root / name), results, shown)
     return root
@@ -93,6 +96,17 @@ def test_the_best_of_a_column_is_marked(opened):
     taus = [float(text) for text in column(browser, "Temperature 0", 1)]
     best = browser.value("[...document.querySelector('table').querySelectorAll('td.best')].map((c) => c.textContent)")
     assert f"{max(taus):.2f}" in best
+
+
+def test_intervals_and_p_of_a_single_prompt_are_dashes(opened):
+    caption = "Paired differences between methods; bold: the 95 % interval excludes 0"
+    browser = opened("one")
+    shown = [column(browser, caption, place) for place in (2, 3, 4, 6, 7)]
+    assert all(float(text) >= -9 for text in shown[0]) and len(shown[0]) == 3
+    assert shown[1:] == [["–"] * 3] * 4
+    assert browser.value("document.querySelectorAll('.sure').length") == 0
+    shown = column(opened("full"), caption, 3)
+    assert all(" to " in text for text in shown)
 
 
 STATE = """({

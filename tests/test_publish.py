@@ -6,7 +6,7 @@ import huggingface_hub
 import pytest
 
 from eval.export import main
-from eval.publish import STALE
+from eval.publish import own_files
 from hub_stand_in import TOKEN, Repository, running_hub
 from test_export import make_run
 from tiny import tiny_drafter, tiny_target
@@ -77,14 +77,24 @@ def test_an_interrupted_push_goes_on_where_it_was(tmp_path, hub, words, capsys):
     assert hub.repositories["tester/drafter"].files == files_of(tmp_path / "run" / "export")
 
 
-def test_what_an_earlier_export_left_goes_and_what_others_put_there_stays(hub, words):
-    old = {"draft_vocabulary.safetensors": b"old", "custom_generate/old.py": b"old", "picture.png": b"theirs"}
-    hub.repositories["tester/drafter"] = Repository(False, dict(old))
+def test_what_an_earlier_export_left_goes_and_what_others_put_there_stays(tmp_path, hub, words):
+    ours = ["draft_vocabulary.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    ours += ["drafter.py", "heads.py", "custom_generate/generate.py", "custom_generate/loop.py", "provenance.json"]
+    theirs = ["picture.png", "notes.py", "lora/adapter_model.safetensors", "lora/model.safetensors", "sub/drafter.py"]
+    theirs += ["custom_generate/theirs.py", "model-a/00001-of-00002.safetensors", "old/custom_generate/generate.py"]
+    hub.repositories["tester/drafter"] = Repository(False, dict.fromkeys(ours + theirs, b"there before"))
+    # A format of others, which holds no code and no files of ours beside the weights.
+    assert main([*words, "--format", "zlab"]) == 0
+    files, written = hub.repositories["tester/drafter"].files, files_of(tmp_path / "run" / "export")
+    assert not {*ours} & {*written} - {"provenance.json"} and "model.safetensors" in written
+    assert files == written | dict.fromkeys(theirs, b"there before")
+
+
+def test_own_files_are_those_of_an_export(tmp_path, hub, words):
     assert main(words) == 0
-    files = hub.repositories["tester/drafter"].files
-    assert "picture.png" in files and "model.safetensors" in files
-    assert not {"draft_vocabulary.safetensors", "custom_generate/old.py"} & files.keys()
-    assert "*.md" not in STALE  # the card is written over, never missing
+    always = {"README.md", "config.json"}
+    written = set(files_of(tmp_path / "run" / "export"))
+    assert written - always <= set(own_files()) and not always & set(own_files())
 
 
 def test_the_pipeline_for_large_files_is_used_where_it_is_installed(tmp_path, hub, words, monkeypatch):

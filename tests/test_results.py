@@ -124,7 +124,21 @@ def test_dartree_stands_on_the_left_of_a_difference_and_every_pair_is_there():
     assert pairs.keys() == {(PRUNED.id, DDTREE.id), (PRUNED.id, SERIAL.id), (SERIAL.id, DDTREE.id)}
     row = pairs[PRUNED.id, DDTREE.id]
     assert row["tau_difference"] == pytest.approx(1.0) and row["tau_interval"] == pytest.approx([1.0, 1.0])
-    assert row["speedup_difference"] == pytest.approx(2.0) and row["tau_p"] < 0.001
+    assert row["speedup_difference"] == pytest.approx(2.0) and row["tau_p"] == row["speedup_p"] == 2**-5
+
+
+def test_a_single_prompt_has_null_intervals_and_dashes_in_the_report(tmp_path):
+    rows = sample((0.0,), prompts=1) + sample((0.0,), "other", prompts=3)
+    results = build_results(rows, SETTINGS)
+    report.write_report(str(tmp_path), results, rows)
+    keys = ("tau_interval", "speedup_interval", "tau_p", "speedup_p")
+    for row in results["summary"] + results["averages"] + results["differences"]:
+        alone = row.get("benchmark") != "other"
+        assert all((row[key] is None) is alone for key in keys if key in row), row
+    assert next(r for r in results["summary"] if r["method"] == "dartree_pruned")["tau_mean"] == 3.0
+    text = (tmp_path / "report.md").read_text()
+    assert "| dartree_pruned (B=4) | 3.00 (-) | 3.00 (3.00–3.00) | 3.00 (-) |" in text
+    assert "| dartree_pruned (B=4) - ddtree (B=4) | +1.00 (-) | **+1.00 (+1.00 to +1.00)** | +1.00 (-) |" in text
 
 
 def test_one_method_at_two_budgets_makes_two_rows_and_a_difference():

@@ -95,7 +95,7 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     resume = find_resume(config, arguments, semantic, operational, spec)
     fresh = build_drafter_config(target.config, spec, config.num_draft_layers)
     drafter_config = fresh if start is None else start_config(start, spec)
-    drafter_config._attn_implementation = choose_attention(config.attention, device)
+    drafter_config._attn_implementation = choose_attention(config.attention, device, spec)
     needed["tap_ids"] = list(spec.target_layer_ids)
     data = build_data(config, rows, needed, target, drafter_config._attn_implementation == KERNELS["flex"])
     if len(data) < world_size:
@@ -149,7 +149,7 @@ def _introduce(plan: TrainingPlan) -> None:
 
 
 def build_spec(config: RunConfig, target: Target, rows: list[AnswerRow]) -> tuple[Tensor | None, DrafterSpec]:
-    """Draft vocabulary and drafter spec of a config. Raises ValueError for a bad mask id or bad taps."""
+    """Draft vocabulary and drafter spec of a config. Raises ValueError for a bad mask id, bad taps or a bad head."""
     check_mask_token(config.mask_token_id, target)
     emitted = sum(row.answer_ids.count(config.mask_token_id) for row in rows)
     if emitted:
@@ -168,15 +168,22 @@ def build_spec(config: RunConfig, target: Target, rows: list[AnswerRow]) -> tupl
         target_layer_ids=resolve_taps(config, target.num_layers),
         num_target_layers=target.num_layers,
         shift_label=config.shift_label,
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        **head_fields(config),
+    )
+    return draft_ids, spec
+
+
+def head_fields(config: RunConfig) -> dict[str, Any]:
+    """Correction head and confidence head of a config, as fields of `DrafterSpec`."""
+    return dict(
         head_type=config.head,
         pure_draft_prefix_len=config.pure_draft_prefix_len,
         head_rank=config.head_rank,
         gru_hidden_dim=config.gru_hidden_dim,
-        draft_vocab_size=None if draft_ids is None else len(draft_ids),
         confidence_head=config.enable_confidence_head,
         confidence_with_markov=config.confidence_head_with_markov,
     )
-    return draft_ids, spec
 
 
 def build_data(config: RunConfig, rows: list[AnswerRow], needed: dict, target: Target, flex: bool) -> TrainingSet:
