@@ -37,11 +37,13 @@ class RunConfig:
     prompts: list[str] = option(
         ["builtin"],
         'sources in equal parts: builtin (own generator), JSONL files of {"turns": [...]}, datasets ids',
-        "regenerate eval demo",
+        "regenerate eval demo bench",
     )
-    num_prompts: int = option(1536, "training prompts to answer", "regenerate demo")
-    max_prompt_length: int = option(512, "longer prompts are skipped and counted (tokens)", "regenerate eval demo")
-    max_answer_length: int = option(128, "answers are cut here (tokens)", "regenerate demo")
+    num_prompts: int = option(1536, "training prompts to answer", "regenerate demo setup train")
+    max_prompt_length: int = option(
+        512, "longer prompts are skipped and counted (tokens)", "regenerate eval demo train calibrate inspect bench"
+    )
+    max_answer_length: int = option(128, "answers are cut here (tokens)", "regenerate demo train")
     answer_temperature: float = option(0.0, "0 answers greedily", "regenerate demo")
     answer_batch_size: int = option(64, "rows answered, or read for features, at once", "regenerate features demo")
     keep_features: bool = option(
@@ -57,31 +59,39 @@ class RunConfig:
         0.0, "seconds after which regenerate stops adding answers; 0 means no limit", "regenerate demo"
     )
 
-    block_size: int = option(8, "slots of a block: the anchor and the masks", "train")
+    block_size: int = option(8, "slots of a block: the anchor and the masks", "train bench")
     mask_token_id: int | None = option(
-        None, "id whose embedding fills the mask slots: never emitted, not pad, not eos", "train"
+        None, "id whose embedding fills the mask slots: never emitted, not pad, not eos", "train bench"
     )
-    num_draft_layers: int = option(3, "layers of the drafter", "regenerate features train")
+    num_draft_layers: int = option(3, "layers of the drafter", "regenerate features train bench")
     target_layer_ids: list[int] = option(
         [], "target layers to tap, 0-based (default: spread as in the DFlash paper)", "regenerate features train"
     )
     num_taps: int = option(
-        0, "number of taps when target_layer_ids is empty (default: one a drafter layer)", "regenerate features train"
+        0,
+        "number of taps when target_layer_ids is empty (default: one a drafter layer)",
+        "regenerate features train bench",
     )
-    shift_label: bool = option(False, "slot j predicts a+j+1 (shifted) instead of a+j (fill-in)", "train")
-    head: Literal["none", "domino", "markov_vanilla", "markov_gated", "markov_rnn"] = option(
-        "domino", "correction head", "train"
+    shift_label: bool = option(False, "slot j predicts a+j+1 (shifted) instead of a+j (fill-in)", "train bench")
+    head: str = option(
+        "domino",
+        "correction head: none, domino, markov_vanilla, markov_gated, markov_rnn, or another name of models/heads.py",
+        "train bench",
     )
-    head_rank: int = option(256, "rank of the correction", "train")
-    gru_hidden_dim: int = option(1024, "state of Domino's GRU", "train")
+    head_rank: int = option(256, "rank of the correction", "train bench")
+    gru_hidden_dim: int = option(1024, "state of Domino's GRU", "train bench")
     pure_draft_prefix_len: int | None = option(
-        None, "leading predicted tokens that the head leaves alone (default: 1 for domino, 0 for other heads)", "train"
+        None,
+        "leading predicted tokens that the head leaves alone (default: 1 for domino, 0 for other heads)",
+        "train bench",
     )
-    enable_confidence_head: bool = option(False, "train a confidence head: how likely is each token accepted?", "train")
+    enable_confidence_head: bool = option(
+        False, "train a confidence head: how likely is each token accepted?", "train bench"
+    )
     confidence_head_with_markov: bool = option(
-        False, "the confidence head looks at the Markov head's row of the previous token too", "train"
+        False, "the confidence head looks at the Markov head's row of the previous token too", "train bench"
     )
-    confidence_detach: bool = option(True, "the confidence loss trains the confidence head alone", "train")
+    confidence_detach: bool = option(True, "the confidence loss trains the confidence head alone", "train bench")
     draft_vocab_size: int = option(
         0, "train head and loss on this many most frequent answer tokens; 0 means all", "train"
     )
@@ -93,16 +103,18 @@ class RunConfig:
         "accumulation; 0 leaves both as given",
         "train",
     )
-    anchors_per_row: int = option(24, "anchors drawn in each row and epoch", "train")
-    ce_weight: float = option(1.0, "weight of the cross entropy on the target's tokens", "train")
-    kl_weight: float = option(0.0, "weight of the forward KL(target || drafter)", "train")
-    tv_weight: float = option(0.0, "weight of the total variation, un-halved: sum |target - drafter|", "train")
-    confidence_weight: float = option(1.0, "weight of the confidence head's loss, where there is one", "train")
+    anchors_per_row: int = option(24, "anchors drawn in each row and epoch", "train bench")
+    ce_weight: float = option(1.0, "weight of the cross entropy on the target's tokens", "train bench")
+    kl_weight: float = option(0.0, "weight of the forward KL(target || drafter)", "train bench")
+    tv_weight: float = option(0.0, "weight of the total variation, un-halved: sum |target - drafter|", "train bench")
+    confidence_weight: float = option(1.0, "weight of the confidence head's loss, where there is one", "train bench")
     position_weights: Literal["exponential", "dpace"] = option(
-        "exponential", "slot weights: exp(-depth/loss_gamma), or D-PACE from the drafter's own probabilities", "train"
+        "exponential",
+        "slot weights: exp(-depth/loss_gamma), or D-PACE from the drafter's own probabilities",
+        "train bench",
     )
-    loss_gamma: float = option(4.0, "gamma of the exponential slot weights", "train")
-    dpace_alpha: float = option(0.5, "smoothing of D-PACE: s = (1-alpha) p(label) + alpha", "train")
+    loss_gamma: float = option(4.0, "gamma of the exponential slot weights", "train bench")
+    dpace_alpha: float = option(0.5, "smoothing of D-PACE: s = (1-alpha) p(label) + alpha", "train bench")
     lambda_start: float = option(1.0, "share of the base loss at the first step", "train")
     lambda_end: float = option(0.0, "share of the base loss at the end of lambda_horizon", "train")
     lambda_horizon: float = option(
@@ -117,11 +129,13 @@ class RunConfig:
     )
     dry_run: bool = option(False, "print parameters, memory, disk and steps of the run, and stop", "train")
     loss_chunk: int = option(
-        0, "slots whose vocabulary logits exist at once; 0 holds one such array at 64 MiB", "train"
+        0, "slots whose vocabulary logits exist at once; 0 holds one such array at 64 MiB", "train bench"
     )
 
     init_drafter: str = option(
-        "", "drafter checkpoint to start from: its backbone, and its head where the head's options agree", "train"
+        "",
+        "drafter to start from, a folder or a Hub id: its backbone, and its head where the head's options agree",
+        "train",
     )
     trainable: Literal["all", "head", "lora"] = option(
         "all",
@@ -144,7 +158,9 @@ class RunConfig:
         16, "held-out prompts decoded at each evaluation while training (eval_strategy, eval_steps)", "train"
     )
     train_eval_sources: list[str] = option(
-        [], "where they come from (default: benchmarks, beyond the eval_prompts that eval reports)", "train"
+        [],
+        "where held-out prompts come from (default: benchmarks, beyond the eval_prompts that eval reports)",
+        "train calibrate",
     )
     keep: Literal["best", "last"] = option(
         "best",
@@ -155,34 +171,40 @@ class RunConfig:
     drafter: str = option(
         "",
         "drafter: a folder or a Hub id, in any known format (default: the finished one of this config's run)",
-        "eval export verify inspect",
+        "eval calibrate export verify inspect bench",
     )
     benchmarks: list[str] = option(
         ["builtin"],
         "builtin (held-out prompts of the generator), gsm8k math500 aime25 humaneval mbpp mt-bench alpaca "
         'livecodebench, or paths of JSONL files of {"turns": [...]}',
-        "eval demo",
+        "eval calibrate demo train",
     )
-    benchmark_dir: str = option("", "folder of NAME.jsonl files that stand for the benchmarks of the Hub", "eval demo")
+    benchmark_dir: str = option(
+        "", "folder of NAME.jsonl files that stand for the benchmarks of the Hub", "eval calibrate demo train"
+    )
     eval_prompts: int = option(
-        16, "prompts of each benchmark, chosen by the seed; 0 means as many as the published tables", "eval demo"
+        16,
+        "prompts of each benchmark, chosen by the seed; 0 means as many as the published tables",
+        "eval calibrate demo setup train bench",
     )
-    max_new_tokens: int = option(64, "tokens emitted for each prompt", "eval demo verify")
+    max_new_tokens: int = option(64, "tokens emitted for each prompt", "eval calibrate demo verify train inspect bench")
     methods: list[str] = option(
-        ["all"], "ar dflash_chain domino_chain ddtree per_node_serial dartree_fixed dartree_pruned", "eval demo verify"
+        ["all"],
+        "ar dflash_chain domino_chain markov_chain ddtree per_node_serial dartree_fixed dartree_pruned",
+        "eval demo verify",
     )
-    temperatures: list[float] = option([0.0], "sampling temperatures of the target", "eval demo")
-    budget: int = option(64, "tree nodes B, the root not counted", "eval verify demo")
-    width: int = option(12, "nodes W kept at each depth by dartree_pruned", "eval verify demo")
-    candidates: int = option(64, "base candidates K at each depth", "eval verify demo")
-    beta: float = option(-0.2, "depth penalty of the final pruning, <= 0", "eval verify demo")
+    temperatures: list[float] = option([0.0], "sampling temperatures of the target", "eval calibrate demo")
+    budget: int = option(64, "tree nodes B, the root not counted", "eval verify demo inspect bench")
+    width: int = option(12, "nodes W kept at each depth by dartree_pruned", "eval verify demo inspect bench")
+    candidates: int = option(64, "base candidates K at each depth", "eval verify demo train inspect bench")
+    beta: float = option(-0.2, "depth penalty of the final pruning, <= 0", "eval verify demo inspect bench")
     confidence_threshold: float = option(
         0.0,
         "a head's chain ends before the first token whose confidence lies below, with the temperature of "
         "RUN/calibration.json if there is one; 0 is off",
-        "eval verify demo",
+        "eval verify demo train",
     )
-    calibration_prompts: int = option(32, "training prompts decoded to calibrate the confidence head", "calibrate")
+    calibration_prompts: int = option(32, "held-out prompts decoded to calibrate the confidence head", "calibrate")
     choose_budget: bool = option(
         True, "also run dartree_pruned at a budget chosen from measured cost on training prompts", "eval demo"
     )
@@ -227,7 +249,9 @@ class RunConfig:
     push_to_hub: str = option("", "OWNER/NAME of the Hub repository to upload the exported folder to", "export")
     private: bool = option(False, "create that repository as a private one", "export")
     allow_extra: bool = option(
-        False, "go on when a drafter holds keys or tensors that are not known here", "eval export verify inspect"
+        False,
+        "go on when a drafter holds keys or tensors that are not known here",
+        "train eval calibrate export verify inspect bench",
     )
 
     parts: list[str] = option(

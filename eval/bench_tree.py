@@ -98,8 +98,12 @@ class Bench:
         return counting.calls
 
 
-def random_drafter(sizes: Sizes, dtype: torch.dtype, device: torch.device, depths: int) -> DFlashDraftModel:
-    """A drafter with a Domino head that predicts `depths` tokens (fill-in layout), random weights."""
+def random_drafter(sizes: Sizes, dtype: torch.dtype, device: torch.device, depths: int, **heads) -> DFlashDraftModel:
+    """A drafter that predicts `depths` tokens (fill-in layout), random weights.
+
+    Args:
+        heads: fields of `DrafterSpec`; without them a Domino head of the given sizes.
+    """
     # The backbone takes no part: one layer of the smallest size.
     target = Qwen3Config(
         vocab_size=sizes.vocabulary,
@@ -114,9 +118,8 @@ def random_drafter(sizes: Sizes, dtype: torch.dtype, device: torch.device, depth
         mask_token_id=1,
         target_layer_ids=(0,),
         num_target_layers=2,
-        head_rank=sizes.rank,
-        gru_hidden_dim=sizes.state,
         draft_vocab_size=sizes.draft_vocabulary,
+        **(heads or {"head_rank": sizes.rank, "gru_hidden_dim": sizes.state}),
     )
     torch.manual_seed(0)
     config = build_drafter_config(target, spec, 1)

@@ -1,8 +1,9 @@
-"""Stage `calibrate`: how often a drafted token is accepted at a given confidence, on training prompts.
+"""Stage `calibrate`: how often a drafted token is accepted at a given confidence, on held-out prompts.
 
     bash launch.sh calibrate [CONFIG] [--key value ...]
 
-Decodes training prompts with the head's chain, uncut, and compares the confidence head with what the target accepts.
+Decodes prompts that neither trained the drafter nor are reported (`eval/held_out.py`) with the head's chain, uncut, and
+compares the confidence head with what the target accepts: on the prompts that trained it, it would look too good.
 Every second prompt fits a temperature, the others measure it. Writes RUN/calibration.json and
 RUN/plots/calibration.png; `eval --confidence_threshold X` then cuts chains by the calibrated confidence.
 """
@@ -23,6 +24,7 @@ from eval.calibration import CALIBRATION, Sighting, calibrate_on
 from eval.decoding.confidence import chain_confidence
 from eval.decoding.loop import generate
 from eval.decoding.request import Answer, Request
+from eval.held_out import held_out
 from eval.session import Session, load_session
 from models.checkpoint import finished_drafter
 
@@ -40,11 +42,12 @@ def calibrate(config: RunConfig) -> dict:
     session = load_session(replace(config, confidence_threshold=0.0), folder)
     if session.drafter.model.confidence_head is None:
         raise ValueError(f"drafter: {folder} has no confidence head; train with --enable_confidence_head")
-    prompts = session.training_prompts(config.calibration_prompts, config.seed)
+    prompts = held_out(config, session.usable_ids, config.calibration_prompts)
     if len(prompts) < 2:
-        raise ValueError("calibration_prompts: at least 2 usable training prompts are needed")
+        raise ValueError("calibration_prompts: at least 2 usable held-out prompts are needed")
     method, temperature = _CHAINS.get(session.drafter.spec.head_type, "markov_chain"), config.temperatures[0]
-    seen = [sightings(session, method, ids, temperature) for ids in tqdm(prompts, desc="calibrate")]
+    asked = [session.usable_ids(prompt.turns[:1], []) for prompt in prompts]
+    seen = [sightings(session, method, ids, temperature) for ids in tqdm(asked, desc="calibrate")]
     fitted, tested = ([s for found in seen[half::2] for s in found] for half in (0, 1))
     if not fitted or not tested:
         raise ValueError("calibration_prompts: the answers ended before anything was drafted; give more prompts")
@@ -130,7 +133,7 @@ def draw(report: dict, folder: Path) -> Path:
         right.plot([row["depth"] for row in rows], [row[name] for row in rows], marker="o", ms=4, label=name)
     right.set(xlabel="depth", ylim=(0, 1))
     right.legend(fontsize=8)
-    figure.suptitle(f"{report['method']}, {report['prompts']} training prompts, T={report['decoding_temperature']:g}")
+    figure.suptitle(f"{report['method']}, {report['prompts']} held-out prompts, T={report['decoding_temperature']:g}")
     figure.tight_layout()
     path = folder / "calibration.png"
     figure.savefig(path, dpi=110)

@@ -13,6 +13,7 @@ from data.fetch_target import PACKAGED
 from models.checkpoint import Drafter
 from models.configuration import DrafterSpec
 from models.formats.detect import FORMATS
+from models.heads import head_title
 
 from .serving import usage
 from .table import number, rows_of, sections, settings_lines, summary_table
@@ -20,13 +21,6 @@ from .tables import main_tables, temperatures
 
 # Hub id and licence of the targets that this project names itself.
 KNOWN_TARGETS = {"smollm2-135m-instruct": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
-_HEADS = {
-    "none": "no correction head (plain DFlash)",
-    "domino": "Domino's GRU correction head",
-    "markov_vanilla": "DSpark's vanilla Markov head",
-    "markov_gated": "DSpark's gated Markov head",
-    "markov_rnn": "DSpark's recurrent Markov head",
-}
 # What the Hub offers code for; the other formats are read by serving engines only.
 _LIBRARIES = {"transformers": "transformers", "speculators": "speculators"}
 # Options of a training run that its recipe names, in this order.
@@ -154,7 +148,7 @@ def _what(target: str, drafter: Drafter, form: str) -> str:
     parameters = sum(p.numel() for p in drafter.model.parameters())
     taps = ", ".join(map(str, spec.target_layer_ids))
     return (
-        f"A block-parallel diffusion drafter (DFlash) with {_HEADS[spec.head_type]} for speculative decoding of "
+        f"A block-parallel diffusion drafter (DFlash) with {head_title(spec.head_type)} for speculative decoding of "
         f"{target}. It proposes tokens which the target verifies: the text is the target's own, only faster.\n\n"
         f"- {config.num_hidden_layers} layers, hidden size {config.hidden_size}, {parameters / 1e6:.1f} million "
         f"parameters; embedding table and LM head are the target's{held}\n"

@@ -231,7 +231,7 @@ def finish(session: Session, store: Store, work: Work, choice: BudgetChoice | No
             for a in work.asked
         ],
         work.points,
-        concurrency_rows(cells, labels(unique([cell.plan for cell in cells]))),
+        concurrency_rows(cells, labels(unique([cell.plan for cell in cells])), session.config.seed),
     )
     traces = write_traces(session, [question for asked in work.asked for question in asked.questions])
     write_page(session.config.run_dir, results, traces)

@@ -75,10 +75,6 @@ class Session:
         policy = make_policy(plan.policy, options, self.config.adaptive_budget, self.calibration)
         return make_proposer(self.target, self.drafter, plan.method, options, policy, plan.acceptance)
 
-    def budget_of(self, method: str) -> int:
-        """The budget under which a method is reported: none for AR, a chain's length, the configured B for trees."""
-        return configured_plan(self.config, self.drafter.spec, method).budget
-
     def usable_ids(self, turns: list[str], answers: list[str]) -> list[int] | None:
         """Token ids of a conversation; None when the template rejects it or it is too long to be answered."""
         c = self.config

@@ -224,8 +224,8 @@ def throughput_table(results: dict) -> str:
 def _throughput(row: dict | None) -> str:
     if row is None:
         return "-"
-    tau = "" if row["method"] == AR else f", tau {number(row['tau_mean'], 2)}"
-    return f"{number(row['tokens_per_second'], 1)} tok/s, {number(row['speedup'], 2)}x{tau}"
+    tau = "" if row["method"] == AR else f", tau {ranged(row['tau_mean'], row['tau_interval'])}"
+    return f"{number(row['tokens_per_second'], 1)} tok/s, {ranged(row['speedup'], row['speedup_interval'], 'x')}{tau}"
 
 
 def divergence_table(results: dict) -> str:

@@ -17,11 +17,13 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from data.benchmarks import load_benchmark
 from data.prompts import Prompt
 
+from .bootstrap import Resampled, draws, ratio, runs_interval
 from .decoding.loop import Request, Served, serve
 from .memory import PeakMemory
 from .records import AR, PARTS, Plan
@@ -41,7 +43,7 @@ class Cell:
         seconds: wall time from the first prefill to the last token; prefill_seconds is the part spent in prefills.
         tokens: emitted by all answers, the prefills' first tokens among them.
         rounds: verifying target forwards; request_rounds sums the requests that took part in each.
-        tau: mean over answers of the mean over rounds; None when no answer had a round.
+        taus: mean over rounds of each answer, in the order of the requests; None for an answer without a round.
         nodes: draft tokens verified, summed over request_rounds.
         ms_per_round: wall milliseconds of the parts of a mean round.
         stopped: answers by the reason why they ended.
@@ -59,7 +61,7 @@ class Cell:
     prefill_seconds: float
     rounds: int
     request_rounds: int
-    tau: float | None
+    taus: list[float | None]
     nodes: int
     ms_per_round: dict[str, float]
     stopped: dict[str, int]
@@ -88,9 +90,10 @@ class CellStore:
         whole = [line for line in lines if line.endswith(b"\n")]
         if len(whole) < len(lines):
             path.write_bytes(b"".join(whole))  # the end of a killed run
-        for line in whole:
-            cell = Cell.from_dict(json.loads(line))
-            self.cells[cell.key] = cell
+        for data in map(json.loads, whole):
+            if "taus" in data:  # an older version kept their mean alone: such a cell is measured again
+                cell = Cell.from_dict(data)
+                self.cells[cell.key] = cell
 
     def add(self, cell: Cell) -> None:
         self.cells[cell.key] = cell
@@ -156,7 +159,7 @@ def _measure(session: Session, plan: Plan, requests: list[Request], key: tuple) 
     proposer = session.proposer_of(plan)
     memory.reset()
     served = serve(session.target, proposer, requests, temperature, level, session.config.max_cache_gb)
-    taus = [statistics.fmean(r.accepted + 1 for r in a.rounds) for a in served.answers if a.rounds]
+    taus = [statistics.fmean(r.accepted + 1 for r in a.rounds) if a.rounds else None for a in served.answers]
     stops = [a.stop for a in served.answers]
     return Cell(
         benchmark=benchmark,
@@ -171,7 +174,7 @@ def _measure(session: Session, plan: Plan, requests: list[Request], key: tuple) 
         prefill_seconds=served.prefill_seconds,
         rounds=served.rounds,
         request_rounds=served.request_rounds,
-        tau=statistics.fmean(taus) if taus else None,
+        taus=taus,
         nodes=sum(r.proposed for a in served.answers for r in a.rounds),
         ms_per_round=_ms_per_round(served),
         stopped={stop: stops.count(stop) for stop in sorted(set(stops))},
@@ -188,11 +191,12 @@ def _digest(requests: Sequence[Request]) -> str:
     return hashlib.sha256(json.dumps([asdict(r) for r in requests]).encode()).hexdigest()[:12]
 
 
-def concurrency_rows(cells: Sequence[Cell], names: dict[str, str]) -> list[dict]:
+def concurrency_rows(cells: Sequence[Cell], names: dict[str, str], seed: int = 0) -> list[dict]:
     """The rows `concurrency` of results.json: runs of one cell joined, speed-up against AR at the same concurrency.
 
     Args:
         names: label of each plan id.
+        seed: of the bootstrap over prompts.
     """
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
@@ -200,17 +204,28 @@ def concurrency_rows(cells: Sequence[Cell], names: dict[str, str]) -> list[dict]
     rows = []
     for (benchmark, temperature, level, plan), own in groups.items():
         ar = groups.get((benchmark, temperature, level, AR), [])
-        rows.append({**plan_fields(own[0].plan, names[plan]), **_row(own, ar)})
+        rows.append({**plan_fields(own[0].plan, names[plan]), **_row(own, ar, seed)})
     return rows
 
 
-def _row(own: list[Cell], ar: list[Cell]) -> dict:
+def tau_over_runs(cells: Sequence[Cell], seed: int) -> Resampled | None:
+    """Mean over all answers of these runs of the same prompts, bootstrapped over prompts; None without a round."""
+    taus = [[cell.taus[i] for cell in cells if cell.taus[i] is not None] for i in range(cells[0].requests)]
+    taus = [values for values in taus if values]
+    if not taus:
+        return None
+    sums_P, counts_P = np.array([(sum(values), len(values)) for values in taus], dtype=np.float64).T
+    return ratio(sums_P, counts_P, draws(len(taus), seed, cells[0].benchmark))
+
+
+def _row(own: list[Cell], ar: list[Cell], seed: int) -> dict:
     tokens, seconds, prefill = (sum(getattr(c, name) for c in own) for name in ("tokens", "seconds", "prefill_seconds"))
     rounds, request_rounds = sum(c.rounds for c in own), sum(c.request_rounds for c in own)
-    taus = [c.tau for c in own if c.tau is not None]
+    tau = tau_over_runs(own, seed)
     first_tokens = sum(c.requests for c in own)
     memory = [c.peak_memory_gb for c in own if c.peak_memory_gb is not None]
-    ratios = [_speed(a) / _speed(b) for a, b in zip(own, ar, strict=False)]
+    base = {c.run: c for c in ar}
+    ratios = [_speed(c) / _speed(base[c.run]) for c in own if c.run in base]
     return {
         "benchmark": own[0].benchmark,
         "temperature": own[0].temperature,
@@ -223,8 +238,9 @@ def _row(own: list[Cell], ar: list[Cell]) -> dict:
         "tokens_per_second": tokens / seconds,
         "tokens_per_second_after_prefill": (tokens - first_tokens) / (seconds - prefill) if seconds > prefill else None,
         "speedup": tokens / seconds / _speed_of(ar) if ar else None,
-        "speedup_interval": [min(ratios), max(ratios)] if len(ratios) > 1 else None,
-        "tau_mean": statistics.fmean(taus) if taus else None,
+        "speedup_interval": runs_interval(ratios),
+        "tau_mean": tau.estimate if tau else None,
+        "tau_interval": tau.interval if tau else None,
         "nodes_per_round": sum(c.nodes for c in own) / request_rounds if request_rounds else None,
         "live_requests": request_rounds / rounds if rounds else None,
         "ms_per_round": {

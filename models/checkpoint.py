@@ -24,7 +24,7 @@ from .drafter import DFlashDraftModel
 from .formats.detect import detect
 from .formats.folder import local_folder, read_keys, read_shapes, read_tensors, read_weights, weight_files
 from .formats.format import EMBED, LM_HEAD, TO_DRAFT, TO_TARGET, Format
-from .heads import OUTPUT_PROJECTIONS
+from .heads import output_projections
 
 DRAFT_VOCABULARY = "draft_vocabulary.safetensors"
 
@@ -95,7 +95,7 @@ def load_drafter(
     draft_ids = read_draft_ids(folder, config, extra)
     if draft_ids is not None:
         config.draft_vocab_size = len(draft_ids)
-        for name in OUTPUT_PROJECTIONS:
+        for name in output_projections():
             if name in tensors and tensors[name].shape[0] == config.vocab_size != len(draft_ids):
                 tensors[name] = tensors[name][draft_ids].contiguous()
     model = DFlashDraftModel(config)

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, fields
 
 from transformers import Qwen3Config
 
-from .heads import HEADS
+from .heads import HEADS, head_types
 
-HEAD_TYPES = ("none", *HEADS)
-# `causal_v5` is the older public name of the Domino projector.
-_PROJECTORS = {None: "none", "causal_v5": "domino"} | {name: name for name in HEAD_TYPES}
+# Names of projectors that are not the head's own; `causal_v5` is the older public one of Domino's.
+_PROJECTORS = {None: "none", "causal_v5": "domino"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class DrafterSpec:
         num_target_layers: number of layers of the target that the drafter belongs to; None when the checkpoint does
             not say so (speculators), until a target is at hand.
         shift_label: slot j predicts the token at a+j+1 (True, "shifted") or at a+j (False, "fill-in").
-        head_type: one of `HEAD_TYPES`.
+        head_type: one of `models.heads.head_types`.
         pure_draft_prefix_len: P, number of leading predicted tokens scored by base logits alone.
         head_rank: rank of the correction (Domino's `emb_dim`, Markov's rank).
         gru_hidden_dim: G, size of Domino's recurrent state.
@@ -66,8 +65,8 @@ class DrafterSpec:
     def __post_init__(self):
         if self.block_size < 2:
             raise ValueError(f"block_size must be at least 2, got {self.block_size}")
-        if self.head_type not in HEAD_TYPES:
-            raise ValueError(f"head_type must be one of {', '.join(HEAD_TYPES)}, got {self.head_type!r}")
+        if self.head_type not in head_types():
+            raise ValueError(f"head must be one of {', '.join(head_types())}, got {self.head_type!r}")
         if self.pure_draft_prefix_len < 0:
             raise ValueError(f"pure_draft_prefix_len must be >= 0, got {self.pure_draft_prefix_len}")
         check_taps(self.target_layer_ids, self.num_target_layers)
@@ -175,8 +174,8 @@ class DrafterSpec:
                 "head_type": f"markov_{nested.get('markov_head_type', 'vanilla')}",
                 "head_rank": nested["markov_rank"],
             }
-        elif projector in _PROJECTORS:
-            head = {"head_type": _PROJECTORS[projector]}
+        elif (name := _PROJECTORS.get(projector, projector)) in head_types():
+            head = {"head_type": name}
         else:
             raise ValueError(f"unknown dflash_config.projector_type {projector!r}")
         if head["head_type"] in HEADS and projector != "dspark":

@@ -37,10 +37,12 @@ class CorrectionHead(nn.Module):
     """Base of the heads. Children are attached to the drafter under the tensor names of the public formats.
 
     Attributes:
+        title: what people call it, as in "a drafter with ...".
         output_name: tensor name of W2, whose rows are those of the draft vocabulary.
         previous_size: size of what `previous_rows` returns; 0 for a head that has no table of previous tokens.
     """
 
+    title: str
     output_name: str
     previous_size = 0
 

@@ -14,6 +14,7 @@ from .head import CorrectionHead, Embed, linear
 class DominoHead(CorrectionHead):
     """One-layer bias-free GRU over token embeddings; code = SiLU(W1 [h ; s])."""
 
+    title = "Domino's GRU correction head"
     output_name = "embed_proj.2.weight"
 
     def __init__(self, hidden_size: int, state_size: int, rank: int, vocab_size: int):

@@ -28,7 +28,7 @@ class _MarkovTables(nn.Module):
 class MarkovHead(CorrectionHead):
     """Markov head, vanilla: the code is the previous token's row of W1, [..., E]; nothing else is remembered."""
 
-    kind = "vanilla"
+    title, kind = "DSpark's vanilla Markov head", "vanilla"
     output_name = "markov_head.markov_w2.weight"
 
     def __init__(self, hidden_size: int, rank: int, vocab_size: int, draft_vocab_size: int):
@@ -63,7 +63,7 @@ class MarkovHead(CorrectionHead):
 class GatedMarkovHead(MarkovHead):
     """Markov head, gated: code = sigmoid(gate_proj [h ; W1[x]]) * W1[x]."""
 
-    kind = "gated"
+    title, kind = "DSpark's gated Markov head", "gated"
 
     def prepare(self, hidden: Tensor) -> Tensor:
         gate = self.markov_head.gate_proj
@@ -77,7 +77,7 @@ class GatedMarkovHead(MarkovHead):
 class RnnMarkovHead(MarkovHead):
     """Markov head, rnn: state [s ; W1[x]] of size 2E; (g, c, o) = joint_proj [s ; W1[x] ; h], code = tanh(o)."""
 
-    kind = "rnn"
+    title, kind = "DSpark's recurrent Markov head", "rnn"
 
     def prepare(self, hidden: Tensor) -> Tensor:
         joint = self.markov_head.joint_proj

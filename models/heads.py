@@ -15,8 +15,21 @@ HEADS: dict[str, type[CorrectionHead]] = {
     "markov_gated": GatedMarkovHead,
     "markov_rnn": RnnMarkovHead,
 }
-# Tensors with one row a token of the draft vocabulary.
-OUTPUT_PROJECTIONS = tuple(dict.fromkeys(head.output_name for head in HEADS.values()))
+
+
+def head_types() -> tuple[str, ...]:
+    """Every name that `DrafterSpec.head_type` may have."""
+    return ("none", *HEADS)
+
+
+def head_title(head_type: str) -> str:
+    """What people call the head."""
+    return "no correction head (plain DFlash)" if head_type == "none" else HEADS[head_type].title
+
+
+def output_projections() -> tuple[str, ...]:
+    """Names of the tensors with one row a token of the draft vocabulary."""
+    return tuple(dict.fromkeys(head.output_name for head in HEADS.values()))
 
 
 def build_head(spec, hidden_size: int, vocab_size: int) -> CorrectionHead | None:

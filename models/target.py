@@ -277,7 +277,6 @@ def load_target(
     dtype: torch.dtype,
     device: str = "cpu",
     trust_remote_code: bool = False,
-    attention: str | None = None,
     quantization: str = "none",
 ) -> Target:
     """Loads a Hugging Face folder, a Hub id or a GGUF file (safetensors or GGUF only, never pickle).
@@ -293,8 +292,6 @@ def load_target(
         config = AutoConfig.from_pretrained(source, **common)
     refuse_unsupported(config.get_text_config())
     weights = {"use_safetensors": True} if not kwargs else {}
-    if attention:
-        weights["attn_implementation"] = attention
     if quantization != "none":
         # Quantised layers are made on the device where they stay.
         weights |= {"quantization_config": quantization_config(quantization, dtype), "device_map": {"": device}}

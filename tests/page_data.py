@@ -81,7 +81,7 @@ def cell(plan: Plan, level: int, run: int) -> Cell:
     return Cell(
         benchmark="builtin", temperature=0.0, plan=plan, concurrency=level, run=run, prompts="x", requests=8,
         tokens=8 * 12, seconds=seconds * rounds + run, prefill_seconds=0.5, rounds=rounds,
-        request_rounds=rounds * level, tau=accepted + 1.0,
+        request_rounds=rounds * level, taus=[accepted + 1.0] * 8,
         nodes=plan.budget * rounds * level, ms_per_round=dict.fromkeys(PARTS, 1.0),
         stopped={"length": 8}, kv_cache_gb=0.1 * level, peak_memory_gb=None,
     )  # fmt: skip

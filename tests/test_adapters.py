@@ -1,5 +1,7 @@
 """Training a part of a drafter: the head on a frozen backbone, LoRA, and what a start from a checkpoint may change."""
 
+import json
+
 import pytest
 import torch
 from peft import PeftModel
@@ -173,6 +175,31 @@ def test_the_head_comes_along_where_its_options_agree(tmp_path, target):
     before = other.head.output.weight.clone()
     assert not start_from(other, public, None)
     assert torch.equal(other.head.output.weight, before) and torch.equal(other.fc.weight, public.model.fc.weight)
+
+
+def test_a_start_comes_from_the_hub_and_may_hold_what_is_not_known_here(tmp_path, target, monkeypatch):
+    folder = saved(tmp_path / "start", target)
+    path = tmp_path / "start" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"new_attention": 3}))
+    asked = []
+    monkeypatch.setattr(
+        "models.formats.folder.snapshot_download", lambda repo, allow_patterns: asked.append(repo) or folder
+    )
+    with pytest.raises(ValueError, match=r"unknown keys \['new_attention'\]; --allow_extra goes on"):
+        read_start(RunConfig(init_drafter="owner/name"), target)
+    start = read_start(RunConfig(init_drafter="owner/name", allow_extra=True), target)
+    assert set(asked) == {"owner/name"}
+    own, there = start.model.state_dict(), load_file(tmp_path / "start" / "model.safetensors")
+    assert own.keys() == there.keys() and all(torch.equal(own[name], there[name]) for name in own)
+
+
+def test_a_start_that_the_hub_does_not_give_is_one_line(target, monkeypatch):
+    def snapshot(repo, allow_patterns):
+        raise OSError("no route")
+
+    monkeypatch.setattr("models.formats.folder.snapshot_download", snapshot)
+    with pytest.raises(ValueError, match="init_drafter: owner/name is no folder here and cannot be had from the Hub"):
+        read_start(RunConfig(init_drafter="owner/name"), target)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Masks against naive double loops."""
+"""Masks against naive double loops, and attention kernels against each other."""
 
+import pytest
 import torch
 
 from models.attention import ancestor_mask, causal_mask, tree_mask, tree_positions, window_mask
+from tiny import tiny_target
 
 
 def test_causal_mask_has_no_empty_row():
@@ -55,3 +57,26 @@ def test_windows_go_by_positions_along_the_path():
         [0, 0, 0, 0, 0, 1, 1, 1, 0],
         [0, 0, 0, 1, 1, 0, 0, 0, 1],
     ]
+
+
+def kernel_logits(target, kernel, **inputs):
+    target.model.set_attn_implementation(kernel)
+    return target.forward(tap_ids=(), **inputs).logits
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-tied", "mistral", "qwen3-window", "gemma3"])
+def test_eager_attention_sees_what_sdpa_sees(family, monkeypatch):
+    """TRAPS 11: eager attention adds its mask to the scores, where a boolean one would shift them by one."""
+    target = tiny_target(family)
+    # A path longer than the window, with branches at several depths.
+    parents = torch.tensor([[0, 0, 1, 2, 3, 4, 5, 6, 7, 0, 9, 10, 2]])
+    depths = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 3]])
+    masks = target.tree_masks(parents, depths, torch.zeros(1, dtype=torch.long), 13)
+    assert isinstance(masks, dict) == (family in ("qwen3-window", "gemma3"))
+    tree = dict(input_ids=torch.arange(5, 18)[None], position_ids=depths, mask=masks)
+    rows = dict(input_ids=torch.arange(5, 23).view(2, 9), mask=target.causal_masks(torch.tensor([9, 9]), 9))
+    for inputs in (tree, rows):
+        expected = kernel_logits(target, "sdpa", **inputs)
+        torch.testing.assert_close(kernel_logits(target, "eager", **inputs), expected, atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(target, "_for_kernel", lambda mask: mask)
+    assert float((kernel_logits(target, "eager", **rows) - expected).abs().max()) > 0.01

@@ -15,6 +15,8 @@ from eval.decoding.policy import TreeOptions
 from eval.measure import Stopwatch, interleave, ratios, spread
 from eval.session import Session
 from tiny import tiny_drafter, tiny_target
+from training.adapters import head_names
+from training_runs import ROOT
 
 CPU = torch.device("cpu")
 TINY = Sizes("tiny", hidden=16, vocabulary=50, state=12, rank=4, draft_vocabulary=40)
@@ -147,6 +149,42 @@ def test_the_loss_part_covers_every_slot():
     (row,) = training_bench.loss_part(config, torch.float32, CPU, all_sizes=(sizes,), anchors=20, slots=4)
     assert (row["V"], row["D"], row["anchors"], row["slots"], row["labels"]) == (5000, 16, 20, 4, 60)
     assert row["chunk"] == 64 * 2**20 // (4 * 5000) and row["s"]["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "confidence", "prefix"),
+    [
+        ("demo", "domino", False, 1),
+        ("qwen3-4b-dflash", "none", False, 0),
+        ("qwen3-4b-dspark", "markov_vanilla", True, 0),
+    ],
+)
+def test_the_loss_part_builds_the_configs_own_heads(monkeypatch, capsys, name, head, confidence, prefix):
+    config = load_config(str(ROOT / "configs" / f"{name}.yaml"), {"bench_repeats": 1})
+    made, plain = [], training_bench.random_drafter
+    monkeypatch.setattr(training_bench, "random_drafter", lambda *a, **k: made.append(plain(*a, **k)) or made[-1])
+    sizes = Sizes("tiny", hidden=16, vocabulary=500, state=12, rank=4)
+    (row,) = training_bench.loss_part(config, torch.float32, CPU, all_sizes=(sizes,), anchors=20, slots=4)
+    spec = made[0].spec
+    assert (spec.head_type, spec.confidence_head, spec.confidence_with_markov) == (head, confidence, confidence)
+    assert spec.pure_draft_prefix_len == prefix and row["labels"] == 60
+    heads, gradients = head_names(made[0]), {n: p.grad for n, p in made[0].named_parameters() if p.grad is not None}
+    assert gradients.keys() == heads and all(g.abs().max() > 0 for g in gradients.values())
+    words = f"The loss (head {head} and confidence head)," if confidence else f"The loss (head {head}),"
+    assert words in capsys.readouterr().out
+
+
+def test_a_step_trains_the_confidence_head_too(monkeypatch):
+    base = training_bench.StepSizes(4, 32, 20, 2, 32, 4, 2, 48, 60)
+    config = RunConfig(
+        block_size=4, num_draft_layers=2, head="markov_gated", head_rank=4, mask_token_id=2, ce_weight=0.1,
+        tv_weight=0.9, enable_confidence_head=True, confidence_head_with_markov=True, position_weights="dpace",
+    )  # fmt: skip
+    models, plain = [], training_bench.block_loss
+    monkeypatch.setattr(training_bench, "block_loss", lambda *given: models.append(given[0]) or plain(*given))
+    training_bench.step(config, base, torch.float32, CPU)()
+    assert "confidence_head.proj.weight" in head_names(models[0])
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in models[0].parameters())
 
 
 def test_the_step_part_varies_one_size_at_a_time_and_really_trains(monkeypatch, capsys):

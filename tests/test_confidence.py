@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from data.options import RunConfig
+from data.prompts import load_prompts
 from eval import calibrate
 from eval.calibration import Sighting, bins_of, by_depth, calibrate_on, errors_of, fit_temperature, read_temperature
 from eval.decoding.confidence import cut_chain
@@ -188,8 +189,10 @@ def save_run(folder, **spec):
     return str(folder / "config.yaml"), options
 
 
-def test_the_stage_writes_a_report_that_evaluation_reads(tmp_path, capsys):
+def test_the_stage_writes_a_report_that_evaluation_reads(tmp_path, capsys, monkeypatch):
     config, options = save_run(tmp_path)
+    asked, seen_of = [], calibrate.sightings
+    monkeypatch.setattr(calibrate, "sightings", lambda *given: asked.append(given[2]) or seen_of(*given))
     assert calibrate.main([config]) == 0
     report = json.loads((tmp_path / "run" / "calibration.json").read_text())
     assert report["method"] == "markov_chain" and report["prompts"] == 4
@@ -199,6 +202,11 @@ def test_the_stage_writes_a_report_that_evaluation_reads(tmp_path, capsys):
     assert "calibrate: temperature" in capsys.readouterr().out
     drafter = str(tmp_path / "run" / "drafter")
     session = load_session(RunConfig(**options, confidence_threshold=0.3), drafter)
+    # Beyond the prompts that are reported, and none that trains a drafter.
+    encoded = [session.usable_ids(p.turns, []) for p in load_prompts("builtin", 40, 0, "eval")]
+    fit = [ids for ids in encoded if ids is not None]
+    assert asked == fit[session.config.eval_prompts :][:4]
+    assert not any(ids in session.training_prompts(64, 0) for ids in asked)
     chosen = session.proposer("markov_chain").options
     assert (chosen.confidence_threshold, chosen.confidence_temperature) == (0.3, report["temperature"])
     off = load_session(RunConfig(**options), drafter).proposer("markov_chain").options

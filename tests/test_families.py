@@ -28,7 +28,9 @@ from eval.decoding.cache import TreeCache
 from eval.decoding.loop import Request, generate
 from eval.decoding.proposals import TreeOptions, make_proposer
 from models import quantization
+from models.checkpoint import load_drafter
 from models.families import refuse_unsupported
+from models.fitting import fit_to_target
 from models.target import Target, load_target
 from tiny import FAMILIES, VOCAB, WINDOW, tiny_drafter, tiny_target
 from tiny_tokenizer import save_tiny_target, tiny_tokenizer
@@ -164,16 +166,26 @@ def test_taps_of_regeneration_and_of_training_are_those_of_one_row_alone(family)
         assert row.answer_ids == plain_logits(target, ids)[len(row.prompt_ids) - 1 : -1].argmax(-1).tolist()
 
 
-def test_prompts_longer_than_the_drafters_positions_degrade_and_do_not_crash():
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("rope", [None, YARN])
+@pytest.mark.parametrize("name", ["domino_chain", "dartree_pruned"])
+def test_contexts_longer_than_the_drafters_positions_degrade_and_do_not_crash(tmp_path, name, rope):
+    """TRAPS 47: 16 positions by the drafter's config, 60 in use; read from a folder, as public drafters are."""
     target = tiny_target("mistral")
     target.eos_ids = ()
-    drafter = tiny_drafter(target)
-    drafter.model.config.max_position_embeddings = 16
-    drafter.model.rotary_emb.max_seq_len_cached = 16
-    requests = [Request(prompt(40), 20)]
-    method = make_proposer(target, drafter, "dartree_pruned", TreeOptions(budget=8, width=4))
-    expected = generate(target, make_proposer(target, None, "ar", TreeOptions()), requests)
-    assert generate(target, method, requests)[0].tokens == expected[0].tokens
+    short = tiny_target("mistral", max_position_embeddings=16, **({"rope_parameters": rope} if rope else {}))
+    tiny_drafter(short).model.save_pretrained(tmp_path)
+    drafter = fit_to_target(load_drafter(str(tmp_path)), target)
+    config = drafter.model.config
+    assert (config.max_position_embeddings, config.rope_parameters["rope_type"]) == (16, "yarn" if rope else "default")
+    requests, options = [Request(prompt(40), 20)], TreeOptions(budget=8, width=4)
+    expected = generate(target, make_proposer(target, None, "ar", options), requests)
+    (answer,) = generate(target, make_proposer(target, drafter, name, options), requests)
+    assert answer.tokens == expected[0].tokens and len(answer.tokens) == 20
+    whole = drafter.spec.num_proposals if name == "domino_chain" else 8
+    assert answer.rounds and all(record.proposed == whole for record in answer.rounds)
 
 
 def test_embedding_scale_and_cap_are_the_targets_own():

@@ -4,15 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from data.settings import load_config
 from eval.decoding.proposals import DraftProposer, TreeOptions
-from models import configuration
-from models.checkpoint import load_drafter
-from models.configuration import DrafterSpec
+from eval.export import export
+from models.checkpoint import Drafter, load_drafter, save_draft_ids
+from models.configuration import DrafterSpec, build_drafter_config
+from models.drafter import DFlashDraftModel
 from models.head import CorrectionHead
 from models.head_confidence import build_confidence
 from models.heads import HEADS, build_head
-from tiny import tiny_drafter, tiny_target
+from tiny import MASK, VOCAB, tiny_drafter, tiny_target
+from training.plan import build_spec
+from training_runs import answer_rows
 
 D, V, E, G, T = 6, 11, 4, 5, 4
 
@@ -148,7 +153,7 @@ def test_a_prefix_that_leaves_the_head_no_token_is_refused():
 class CountingHead(CorrectionHead):
     """A head in a few lines: the correction is a learned vector for the number of tokens seen."""
 
-    output_name = "counting.weight"
+    title, output_name = "a head that counts", "counting.weight"
 
     def __init__(self, rank, vocab_size):
         super().__init__()
@@ -177,14 +182,26 @@ class CountingHead(CorrectionHead):
 
 
 def test_a_new_head_is_a_class_and_a_name(monkeypatch, tmp_path):
-    """It builds, drafts a tree, and survives a checkpoint without a change elsewhere."""
+    """From the option to an export's card, without a change elsewhere; a reduced vocabulary too."""
     monkeypatch.setitem(HEADS, "counting", CountingHead)
-    monkeypatch.setattr(configuration, "HEAD_TYPES", ("none", *HEADS))
-    monkeypatch.setitem(configuration._PROJECTORS, "counting", "counting")
-    target = tiny_target()
-    drafter = tiny_drafter(target, head_type="counting", head_rank=3)
-    drafter.model.save_pretrained(tmp_path)
-    again = load_drafter(str(tmp_path))
+    target, config = tiny_target(layers=6), tmp_path / "c.yaml"
+    config.write_text(
+        "head: counting\nhead_rank: 3\nblock_size: 5\nnum_draft_layers: 2\nnum_taps: 2\ndraft_vocab_size: 16\n"
+    )
+    options = load_config(str(config), {"mask_token_id": MASK, "run_dir": str(tmp_path / "run")})
+    draft_ids, spec = build_spec(options, target, answer_rows(8))
+    assert (spec.head_type, spec.head_rank, spec.draft_vocab_size) == ("counting", 3, 16)
+    torch.manual_seed(2)
+    drafter = Drafter(DFlashDraftModel(build_drafter_config(target.config, spec, 2)).eval(), draft_ids)
+    folder = tmp_path / "run" / "drafter"
+    drafter.model.save_pretrained(folder)
+    save_draft_ids(folder, draft_ids)
+    exported = export(options)
+    assert "with a head that counts for speculative decoding" in (exported / "README.md").read_text()
+    assert load_file(exported / "model.safetensors")["counting.weight"].shape == (VOCAB, 3)
+    with pytest.raises(ValueError, match="format zlab cannot hold head 'counting', only none, domino"):
+        export(replace(options, format="zlab", output=str(tmp_path / "zlab")))
+    again = load_drafter(str(exported))
     assert again.spec == drafter.spec and again.spec.head_type == "counting"
     assert torch.equal(again.model.counting.weight, drafter.model.counting.weight)
     proposer = DraftProposer(target, again, "dartree_fixed", TreeOptions(budget=8, candidates=4))

@@ -36,7 +36,15 @@ def test_report_files(tmp_path):
 
 def test_plots_of_one_benchmark_bear_its_name_and_throughput_has_its_own(tmp_path):
     rows = [
-        {**results_row, "concurrency": c, "tokens_per_second": 10.0 * c, "speedup": 2.0, "tau_mean": 3.0}
+        {
+            **results_row,
+            "concurrency": c,
+            "tokens_per_second": 10.0 * c,
+            "speedup": 2.0,
+            "speedup_interval": None,
+            "tau_mean": 3.0,
+            "tau_interval": [2.5, 3.5],
+        }  # fmt: skip
         for results_row in build_results(sample((0.0,)), SETTINGS)["summary"]
         for c in (1, 4)
     ]
@@ -46,8 +54,10 @@ def test_plots_of_one_benchmark_bear_its_name_and_throughput_has_its_own(tmp_pat
         f"{kind}-builtin-t0.png" for kind in ("acceptance", "speed", "throughput", "time")
     ]
     table = tables.throughput_table(results)
-    assert "| builtin | 0 | dartree_pruned (B=4) | 10.0 tok/s, 2.00x, tau 3.00 | 40.0 tok/s, 2.00x, tau 3.00 |" in table
-    assert "| method | 1 at once | 4 at once |" in table and "| ar | 10.0 tok/s, 2.00x |" in table
+    cells = [f"{speed} tok/s, 2.00x (-), tau 3.00 (2.50–3.50)" for speed in ("10.0", "40.0")]
+    assert f"| builtin | 0 | dartree_pruned (B=4) | {' | '.join(cells)} |" in table
+    assert "cannot be resampled by prompt" in (tmp_path / "report.md").read_text()
+    assert "| method | 1 at once | 4 at once |" in table and "| ar | 10.0 tok/s, 2.00x (-) |" in table
 
 
 def test_main_table_is_methods_by_benchmarks_with_an_average():

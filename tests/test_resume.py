@@ -188,13 +188,20 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path)
 
 @pytest.mark.slow
 def test_the_optimizer_counts_beyond_256_steps_after_a_resume(tmp_path):
-    options = dict(max_steps=259, dtype="bf16", save_steps=250, logging_steps=100)
-    _make(tmp_path / "long", 8, **options)
-    succeed(run_ranks(1, SCRIPT, "long_run", str(tmp_path)))
-    # Again from step 250: the final checkpoint is set aside.
-    (tmp_path / "long" / "run" / "checkpoints" / "checkpoint-259").rename(tmp_path / "set-aside")
-    succeed(run_ranks(1, SCRIPT, "long_run", str(tmp_path)))
-    assert set(json.loads((tmp_path / "long.json").read_text())) == {259}
+    """Saved at step 257, which bf16 cannot hold: three more steps count to 260 and end in the same weights."""
+    _make(tmp_path / "long", 8, max_steps=260, dtype="bf16", save_steps=257, logging_steps=100)
+    last = tmp_path / "long" / "run" / "checkpoints" / "checkpoint-260"
+    made = []
+    for _ in range(2):
+        succeed(run_ranks(1, SCRIPT, "long_run", str(tmp_path)))
+        run = json.loads((tmp_path / "long.json").read_text())
+        assert run["counts"] and set(run["counts"]) == {260}
+        made.append(run["made"])
+        if len(made) == 1:
+            last.rename(tmp_path / "set-aside")
+    assert made == [list(range(1, 261)), [258, 259, 260]]
+    straight, resumed = (load_file(folder / "model.safetensors") for folder in (tmp_path / "set-aside", last))
+    assert straight.keys() == resumed.keys() and all(torch.equal(straight[k], resumed[k]) for k in straight)
 
 
 def test_evaluation_while_training_is_the_same_on_all_ways(scenarios):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import time
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data.settings import StageError, load_config
+from data.answers import target_identity
+from data.settings import RunConfig, StageError, load_config
 from models.checkpoint import load_drafter
 from models.drafter import DFlashDraftModel
-from tiny import MASK
+from tiny import MASK, tiny_drafter, tiny_target
 from trainers import make_trainer
 from training import operators, train_drafter
 from training.checkpoints import PROVENANCE, RUN_FILE, newest_checkpoint, saving, write_json
@@ -28,9 +30,12 @@ def _cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
+    return interrupt(tmp_path_factory.mktemp("interrupted"))
+
+
+def interrupt(folder, **options):
     """A run with one checkpoint, as it looks to the next start."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    config = write_run(folder, answer_rows(8), global_batch_size=4, per_device_train_batch_size=4)
+    config = write_run(folder, answer_rows(8), global_batch_size=4, per_device_train_batch_size=4, **options)
     os.environ["DS_ACCELERATOR"] = "cpu"
     plan = prepare(load_config(str(config)))
     checkpoint = folder / "run" / "checkpoints" / "checkpoint-2"
@@ -66,6 +71,63 @@ def test_a_changed_semantic_option_is_refused_by_name_with_both_values(interrupt
     with pytest.raises(ValueError) as caught:
         prepare(load_config(str(config), {option: value}))
     assert f"{option} was {before}, is {value}" in str(caught.value) and str(checkpoint) in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """As `interrupted`, of a run that trains LoRA on another drafter."""
+    folder = tmp_path_factory.mktemp("tuned")
+    start = str(folder / "start")
+    tiny_drafter(tiny_target(), block_size=4, head_type="none").model.save_pretrained(start)
+    return *interrupt(folder, init_drafter=start, trainable="lora", lora_rank=4, init_from_target=False), start
+
+
+def test_options_that_are_dropped_are_refused_too(tuned):
+    config, checkpoint, start = tuned
+    assert prepare(load_config(str(config))).resume == str(checkpoint)
+    with pytest.raises(ValueError) as caught:
+        prepare(load_config(str(config), {"init_drafter": "", "trainable": "all"}))
+    for change in (f"init_drafter was {target_identity(start)}, is not given", "trainable was lora, is all"):
+        assert change in str(caught.value)
+    with pytest.raises(ValueError, match="trainable was lora, is all; lora_rank was 4, is 16"):
+        prepare(load_config(str(config), {"trainable": "all"}))
+    with pytest.raises(ValueError, match="lora_rank was 4, is 8"):
+        prepare(load_config(str(config), {"lora_rank": 8}))
+
+
+def test_a_start_from_the_hub_is_known_by_its_weights(tuned, monkeypatch):
+    config, checkpoint, start = tuned
+    monkeypatch.setattr("models.formats.folder.snapshot_download", lambda repo, allow_patterns: start)
+    assert prepare(load_config(str(config), {"init_drafter": "owner/name"})).resume == str(checkpoint)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("option", "value", "now"),
+    [
+        ("target_adapter", "1a2b", "not given"),
+        ("init_drafter", "3c4d", "not given"),
+        ("trainable", "head", "all"),
+        ("lora_targets", ["fc"], RunConfig().lora_targets),
+        ("an_option_of_old", 3, None),
+    ],
+)
+def test_what_only_the_stored_run_says_is_compared_with_the_default(interrupted, option, value, now, finished):
+    """Of a checkpoint and of a finished drafter."""
+    config, checkpoint = interrupted
+    drafter, content = checkpoint.parents[1] / "drafter", json.loads((checkpoint.parent / RUN_FILE).read_text())
+    path = drafter / PROVENANCE if finished else checkpoint.parent / RUN_FILE
+    drafter.mkdir(exist_ok=True)
+    try:
+        write_json(path, {**content, "semantic": {**content["semantic"], option: value}})
+        with pytest.raises(ValueError, match=re.escape(f"{option} was {value}, is {now}")):
+            prepare(load_config(str(config)))
+        if now not in ("not given", None):  # said, and the default
+            write_json(path, {**content, "semantic": {**content["semantic"], option: now}})
+            assert (prepare(load_config(str(config))) is None) is finished
+    finally:
+        (drafter / PROVENANCE).unlink(missing_ok=True)
+        write_json(checkpoint.parent / RUN_FILE, content)
 
 
 def test_another_global_batch_is_refused(interrupted):

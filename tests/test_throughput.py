@@ -1,6 +1,7 @@
 """Throughput against concurrency: what a cell counts, how runs are joined, resuming, and the stage as a whole."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ def run(tmp_path):
     return str(config), tmp_path / "run"
 
 
-def cell(plan, concurrency, run, tokens, seconds, prefill=1.0, tau=2.0):
+def cell(plan, concurrency, run, tokens, seconds, prefill=1.0, taus=(1.5, None, 2.0, 2.5)):
     return Cell(
-        "b", 0.0, plan, concurrency, run, "digest", 4, tokens, seconds, prefill, 10, 20, tau, 60,
+        "b", 0.0, plan, concurrency, run, "digest", 4, tokens, seconds, prefill, 10, 20, list(taus), 60,
         dict(draft=1.0, tree=2.0, verify=3.0, commit=0.5), {"length": 4}, 0.25, 1.5,
     )  # fmt: skip
 
@@ -62,7 +63,7 @@ def test_runs_are_joined_and_compared_with_ar_at_the_same_concurrency():
     ar, tree = Plan("ar"), Plan("dartree_pruned", 8, 3, 8, -0.2)
     cells = [
         cell(ar, 1, 0, 40, 20.0), cell(ar, 4, 0, 40, 8.0), cell(ar, 4, 1, 40, 10.0),
-        cell(tree, 4, 0, 40, 4.0, tau=2.0), cell(tree, 4, 1, 44, 5.0, tau=3.0),
+        cell(tree, 4, 0, 40, 4.0), cell(tree, 4, 1, 44, 5.0, taus=(2.5, None, 3.0, 3.5)),
     ]  # fmt: skip
     rows = {(r["method"], r["concurrency"]): r for r in concurrency_rows(cells, {ar.id: "AR", tree.id: "tree"})}
     row = rows["dartree_pruned", 4]
@@ -70,7 +71,12 @@ def test_runs_are_joined_and_compared_with_ar_at_the_same_concurrency():
     assert row["tokens_per_second"] == pytest.approx(84 / 9)
     assert row["tokens_per_second_after_prefill"] == pytest.approx((84 - 8) / (9 - 2))
     assert row["speedup"] == pytest.approx((84 / 9) / (80 / 18))
-    assert row["speedup_interval"] == pytest.approx([(40 / 4) / (40 / 8), (44 / 5) / (40 / 10)])
+    # Two speed-ups, 2 and 2.2: their logarithms lie d/2 from the middle, and the margin is t * (d / sqrt 2) / sqrt 2.
+    middle, margin = math.sqrt(2 * 2.2), math.exp(12.706 * math.log(2.2 / 2) / 2)
+    assert row["speedup_interval"] == pytest.approx([middle / margin, middle * margin])
+    # Prompts with 2, 2.5 and 3 over both runs (one had no round): 1 in 27 resamples draws the lowest three times.
+    assert row["tau_interval"] == pytest.approx([2.0, 3.0])
+    assert rows["ar", 1]["tau_interval"] == pytest.approx([1.5, 2.5])
     assert (row["tau_mean"], row["nodes_per_round"], row["live_requests"]) == (2.5, 3.0, 2.0)
     assert row["ms_per_round"] == dict(draft=1.0, tree=2.0, verify=3.0, commit=0.5)
     assert rows["ar", 1]["speedup"] == 1.0 and rows["ar", 1]["speedup_interval"] is None
@@ -94,15 +100,16 @@ def test_cells_count_what_was_decoded_and_are_kept(run, monkeypatch, tmp_path):
         assert (c.requests, c.tokens) == (5, sum(len(a.tokens) for a in alone))
         assert sum(c.stopped.values()) == 5 and 0 < c.prefill_seconds < c.seconds
         if c.plan.method == "ar":
-            assert c.request_rounds == rounds and c.tau == 1.0 and c.nodes == 0
+            assert c.request_rounds == rounds and set(c.taus) <= {1.0, None} and c.nodes == 0
             assert c.rounds == rounds if c.concurrency == 1 else rounds / 3 <= c.rounds < rounds
     by_level = {c.concurrency: c.kv_cache_gb for c in cells if c.plan.method == "ar"}
     assert by_level[3] == pytest.approx(3 * by_level[1])
 
-    # A killed run leaves half a line; only what it lacks is decoded again.
+    # A killed run leaves half a line, an older version the mean tau alone; only what lacks is decoded again.
     file = tmp_path / throughput.CELLS
     lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:3]) + lines[3][:20])
+    older = {name: value for name, value in json.loads(lines[0]).items() if name != "taus"} | {"tau": 1.0}
+    file.write_text(json.dumps(older) + "\n" + "".join(lines[1:3]) + lines[3][:20])
     measured, original = [], throughput.serve
 
     def spy(target, proposer, requests, *args, **kwargs):
@@ -111,9 +118,9 @@ def test_cells_count_what_was_decoded_and_are_kept(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(throughput, "serve", spy)
     again = measure_concurrency(session, tmp_path, plans)
-    assert len(measured) == 2  # warm-up and measurement of one cell
+    assert len(measured) == 4  # warm-up and measurement of two cells
     assert [c.key for c in again] == [c.key for c in cells]
-    assert len(file.read_text().splitlines()) == 4
+    assert len(file.read_text().splitlines()) == 5
 
 
 def test_the_stage_measures_every_policy_at_every_concurrency(run):

@@ -201,6 +201,27 @@ def test_label_agreement_is_one_for_the_targets_own_answers(made):
     assert label_agreement(plan.target, TrainingRows([row], 64, 4, 0)) == 1.0
 
 
+def test_low_agreement_is_a_warning_and_high_agreement_is_not(tmp_path, caplog, monkeypatch):
+    """TRAPS 31: text that the target did not write, and its own answers."""
+    rows = answer_rows(6)
+    config = write_run(tmp_path, rows)
+    plan = prepare(load_config(str(config)))
+    assert plan.agreement < 0.5
+    assert f"{100 * plan.agreement:.0f} % agreement is low: are these the target's own answers?" in caplog.text
+    own = []
+    for row in rows:
+        prompt = torch.tensor([row.prompt_ids])
+        text = plan.target.model.generate(prompt, max_new_tokens=12, do_sample=False)[0].tolist()
+        own.append(replace(row, answer_ids=text[len(row.prompt_ids) :], stop="length"))
+    write_run(tmp_path, own)
+    for agreement, warned in ((None, False), (0.8, False), (0.79, True)):
+        caplog.clear()
+        if agreement:
+            monkeypatch.setattr("training.plan.label_agreement", lambda *_, share=agreement: share)
+        assert prepare(load_config(str(config))).agreement == (agreement or 1.0)
+        assert ("79 % agreement is low" in caplog.text) == ("agreement is low" in caplog.text) == warned
+
+
 @pytest.mark.parametrize(
     ("batch", "limit", "ranks", "expected"),
     [(8, 8, 1, (8, 1)), (8, 8, 2, (4, 1)), (16, 4, 2, (4, 2)), (6, 4, 1, (3, 2))],

@@ -10,9 +10,10 @@ import torch
 from data.batches import collate
 from data.options import RunConfig
 from eval.decoding.proposals import DraftProposer, TreeOptions
-from models.checkpoint import Drafter
+from models.checkpoint import Drafter, load_drafter
 from tiny import MASK, tiny_drafter, tiny_target
 from trainers import block_hidden, logged, make_trainer
+from training.checkpoints import newest_checkpoint
 from training.forward import block_loss, capture_batch, capture_taps
 from training.initialise import initialise_from_target, zero_correction
 from training.objective import STATISTICS, Objective, Terms
@@ -47,6 +48,25 @@ def test_golden_run_of_each_head(tmp_path, name):
     assert logged(trainer) == pytest.approx(GOLDEN[name], abs=2e-4)
 
 
+@pytest.mark.parametrize("head", ["markov_vanilla", "markov_gated", "markov_rnn"])
+def test_every_parameter_is_trained_and_survives_a_strict_reload(tmp_path, head):
+    """TRAPS 50, as in test_trainer for Domino: the Markov heads, each with a confidence head."""
+    spec, options = RUNS["dspark"]
+    trainer = make_trainer(
+        tmp_path, head={**spec, "head_type": head}, options={**options, "head": head}, max_steps=4,
+        save_strategy="steps", save_steps=4,
+    )  # fmt: skip
+    zero_correction(trainer.model)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    assert {"confidence_head.proj.weight", "confidence_head.proj.bias", "markov_head.markov_w1.weight"} <= before.keys()
+    trainer.train()
+    assert [name for name, p in trainer.model.named_parameters() if torch.equal(before[name], p)] == []
+    drafter, own = load_drafter(newest_checkpoint(str(tmp_path / "checkpoints"))), trainer.model.state_dict()
+    assert drafter.spec == trainer.model.spec and drafter.spec.head_type == head and drafter.spec.confidence_head
+    assert own.keys() == drafter.model.state_dict().keys()
+    assert all(torch.equal(own[name], value) for name, value in drafter.model.state_dict().items())
+
+
 def train(target, model, terms, steps=110, batch=12, lam=0.3):
     """Adam on counting rows, new anchors every step; returns the last step's sums."""
     data = TrainingRows(answer_rows(200), 64, 6, seed=0)
@@ -66,10 +86,11 @@ def train(target, model, terms, steps=110, batch=12, lam=0.3):
     return sums
 
 
-@pytest.mark.parametrize("head", ["markov_vanilla", "markov_gated", "markov_rnn"])
-def test_a_scripted_text_is_drafted_by_every_head(head):
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("head", ["none", "markov_vanilla", "markov_gated", "markov_rnn"])
+def test_a_scripted_text_is_drafted_by_every_head(head, shifted):
     """TRAPS 1, 4, 5, 8 for the heads that test_trainer does not train; every token is the one before plus one."""
-    target, shifted = tiny_target(), head == "markov_gated"
+    target = tiny_target()
     spec = dict(head_type=head, shift_label=shifted, pure_draft_prefix_len=0, block_size=4)
     model = tiny_drafter(target, **spec).model.requires_grad_(True).train()
     initialise_from_target(model, target, torch.arange(3, 23)[None])
@@ -80,7 +101,8 @@ def test_a_scripted_text_is_drafted_by_every_head(head):
     assert drafter.spec.num_proposals == depths
     for start in range(3, 43, 4):
         tokens = torch.arange(start, start + 9)[None]
-        proposer = DraftProposer(target, drafter, "markov_chain", TreeOptions())
+        method = "dflash_chain" if head == "none" else "markov_chain"
+        proposer = DraftProposer(target, drafter, method, TreeOptions())
         proposer.begin(1, 64)
         proposer.join(capture_taps(target, tokens[:, :8], (0, 2)), [8])
         tree = proposer.build(proposer.draft(tokens[:, 8]))
@@ -128,5 +150,7 @@ def test_options_become_the_spec_of_the_drafter():
     _, spec = build_spec(config, tiny_target(layers=6), answer_rows(2))
     assert (spec.head_type, spec.pure_draft_prefix_len, spec.num_proposals) == ("markov_gated", 0, 4)
     assert spec.confidence_head and spec.confidence_with_markov
+    with pytest.raises(ValueError, match="head must be one of none, domino, .*, got 'gru'"):
+        build_spec(replace(config, head="gru"), tiny_target(layers=6), answer_rows(2))
     with pytest.raises(ValueError, match="confidence_head_with_markov needs a Markov head, the head is 'domino'"):
         build_spec(replace(config, head="domino", pure_draft_prefix_len=1), tiny_target(layers=6), answer_rows(2))

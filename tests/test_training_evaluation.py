@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from data.benchmarks import BUILTIN_COUNT, load_benchmark
 from data.settings import RunConfig
 from eval.decoding.loop import Request, generate
+from eval.held_out import held_out
 from eval.metrics import acceptance_by_position, tau_mean
 from eval.plans import configured_plan
 from eval.records import Generation
@@ -18,7 +20,7 @@ from models.checkpoint import load_drafter
 from models.target import Target
 from tiny import tiny_drafter, tiny_target
 from trainers import logged, make_trainer
-from training.evaluation import TrainingEvaluation, decoding_copy, held_out
+from training.evaluation import TrainingEvaluation, decoding_copy
 from training_runs import write_prompts, write_target
 
 ASKED = dict(train_eval_prompts=5, eval_prompts=3, max_new_tokens=10, budget=8, width=3, candidates=8)
@@ -147,14 +149,27 @@ def test_ranks_share_the_prompts_and_agree(target, asked):
     assert idle.requests == [] and idle(drafter.model, None, 1, lambda own: parts)["tau_dartree_pruned"] >= 1
 
 
+def anything(*_):
+    return [1]
+
+
 def test_prompts_that_the_report_uses_are_not_looked_at(tmp_path, asked):
-    config = RunConfig(**asked)
-    everything = held_out(RunConfig(**{**asked, "eval_prompts": 1, "train_eval_prompts": 11}), lambda *_: [1])
-    assert [p.id for p in held_out(config, lambda *_: [1])] == [p.id for p in everything[2:7]]
-    with pytest.raises(ValueError, match="beyond the first 12 .*lower eval_prompts"):
-        held_out(RunConfig(**{**asked, "eval_prompts": 12}), lambda *_: [1])
+    everything = held_out(RunConfig(**{**asked, "eval_prompts": 1}), anything, 11)
+    assert len(everything) == 11
+    assert [p.id for p in held_out(RunConfig(**asked), anything, 5)] == [p.id for p in everything[2:7]]
+    all_of_them = {**asked, "eval_prompts": 12}
+    with pytest.raises(
+        ValueError, match="beyond the first 12 .*lower eval_prompts or give --train_eval_sources or so$"
+    ):
+        held_out(RunConfig(**all_of_them), anything, 5, " or so")
     other = write_prompts(tmp_path / "other.jsonl", 4, seed=9)
-    assert len(held_out(RunConfig(**{**asked, "eval_prompts": 12, "train_eval_sources": [other]}), lambda *_: [1])) == 4
+    assert len(held_out(RunConfig(**all_of_them, train_eval_sources=[other]), anything, 5)) == 4
+
+
+def test_as_many_as_published_are_kept_for_the_report():
+    """eval_prompts 0: of the generator, which makes as many as asked, and of a file, which then has none left."""
+    builtin = load_benchmark("builtin", BUILTIN_COUNT + 5, 0).prompts
+    assert held_out(RunConfig(benchmarks=["builtin"], eval_prompts=0), anything, 4) == builtin[BUILTIN_COUNT:-1]
 
 
 def test_the_best_and_the_last_checkpoint_survive_rotation(tmp_path):

@@ -33,12 +33,24 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def run(config, stop=None, **options):
+class Steps(TrainerCallback):
+    """Which steps this process has made."""
+
+    def __init__(self):
+        self.made = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.made.append(state.global_step)
+
+
+def run(config, stop=None, watch=None, **options):
     """Trains a config. Returns the trainer."""
     plan = prepare(load_config(config, options))
     trainer, _ = session.build(plan)
     if stop:
         trainer.add_callback(StopAt(stop))
+    if watch:
+        trainer.add_callback(watch)
     trainer.train(resume_from_checkpoint=plan.resume)
     return trainer
 
@@ -112,10 +124,11 @@ def resumed(folder):
 
 
 def long_run(folder):
-    """259 steps in one go and 250 + resume: a step counter kept in bf16 would stop at 256."""
-    trainer = run(folder / "long" / "config.yaml")
-    steps = [int(s["step"]) for s in trainer.model_wrapped.optimizer.optimizer.state.values()]
-    (folder / "long.json").write_text(json.dumps(steps))
+    """Steps beyond 256, at which a counter kept in bf16 would stop."""
+    steps = Steps()
+    trainer = run(folder / "long" / "config.yaml", watch=steps)
+    counts = [int(s["step"]) for s in trainer.model_wrapped.optimizer.optimizer.state.values()]
+    (folder / "long.json").write_text(json.dumps({"made": steps.made, "counts": counts}))
 
 
 def pause_in_save(folder):

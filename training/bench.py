@@ -5,8 +5,8 @@
 
 loss: forward and backward of the loss over 512 anchors x 16 slots at two vocabularies, its time and the memory that it
 takes above the parameters. step: one step of a drafter of the config's shape on stored features (forward, backward,
-AdamW), by anchors, draft vocabulary and row length. Weights and data are random: cost depends on sizes only. Tables
-for people first; the last line is one JSON object.
+AdamW), by anchors, draft vocabulary and row length. Heads and terms of the loss are the config's. Weights and data are
+random: cost depends on sizes only. Tables for people first; the last line is one JSON object.
 
 Shape suffixes: R rows, S tokens, N anchors, B slots, D hidden, V vocabulary, Q = N*B.
 """
@@ -32,7 +32,8 @@ from models.configuration import DrafterSpec, build_drafter_config
 from models.drafter import DFlashDraftModel
 from models.target import Target, choose_dtype
 from training.forward import block_loss
-from training.objective import Objective, Terms
+from training.objective import Objective, Terms, batch_gamma
+from training.plan import head_fields
 
 PARTS = ("loss", "step")
 
@@ -96,15 +97,18 @@ def loss_part(
     anchors: int = 512,
     slots: int = 16,
 ) -> list[dict]:
-    """The loss alone over blocks of `slots`, in the fill-in layout: each predicts slots - 1 tokens."""
-    rows = []
+    """The loss alone over blocks of `slots`, in the fill-in layout: each predicts slots - 1 tokens.
+
+    The heads are the config's kind, in the rank and state of `all_sizes`.
+    """
+    rows, gamma = [], batch_gamma(config)
     for sizes in all_sizes:
         target = random_target(sizes.vocabulary, sizes.hidden, 2, dtype, device)
-        model = random_drafter(sizes, dtype, device, slots - 1).requires_grad_(True)
+        heads = {**head_fields(config), "head_rank": sizes.rank, "gru_hidden_dim": sizes.state}
+        model = random_drafter(sizes, dtype, device, slots - 1, **heads).requires_grad_(True)
         objective = Objective(target, None, 0, Terms.of(config))
-        batch = random_batch(model.spec, sizes.vocabulary, 1, 2 * anchors, anchors, 0, dtype, device)
-        if objective.needs_teacher:
-            batch.final_RSD = torch.randn(*batch.tokens_RS.shape, sizes.hidden, dtype=dtype, device=device)
+        batch = random_batch(model.spec, sizes.vocabulary, 1, 2 * anchors, anchors, 0, dtype, device, gamma)
+        add_final_states(batch, objective)
         hidden_RQD = torch.randn(1, anchors * slots, sizes.hidden, dtype=dtype, device=device, requires_grad=True)
 
         def work(model=model, objective=objective, batch=batch, hidden_RQD=hidden_RQD):
@@ -117,7 +121,7 @@ def loss_part(
         supervised = int((batch.weights_RNT > 0).sum())
         shape = {"sizes": sizes.name, "V": sizes.vocabulary, "D": sizes.hidden, "anchors": anchors, "slots": slots}
         rows.append(row_of({**shape, "labels": supervised, "chunk": objective.chunk}, turns))
-    print_table("The loss, forward and backward: seconds, and memory above the parameters", rows)
+    print_table(f"The loss ({heads_of(config)}), forward and backward: seconds, and memory above the parameters", rows)
     return rows
 
 
@@ -135,7 +139,7 @@ def step_part(config: RunConfig, dtype: torch.dtype, device: torch.device, base:
         for s, turns in measured.items()
     ]
     print_table(
-        f"A training step ({config.num_draft_layers} layers, block {config.block_size}, head {config.head}): seconds, "
+        f"A training step ({config.num_draft_layers} layers, block {config.block_size}, {heads_of(config)}): seconds, "
         "and memory above weights and optimizer",
         rows,
     )
@@ -155,20 +159,17 @@ def step(config: RunConfig, sizes: StepSizes, dtype: torch.dtype, device: torch.
         target_layer_ids=tuple(range(taps)),
         num_target_layers=taps + 1,
         shift_label=config.shift_label,
-        head_type=config.head,
-        head_rank=config.head_rank,
-        gru_hidden_dim=config.gru_hidden_dim,
-        pure_draft_prefix_len=config.pure_draft_prefix_len,
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        **head_fields(config),
     )
     torch.manual_seed(config.seed)
     with torch.device(device):
         model = DFlashDraftModel(build_drafter_config(target.config, spec, config.num_draft_layers)).to(dtype)
-    # Cross entropy only: features of the target's last layer are not kept by default.
-    objective = Objective(target, draft_ids, config.loss_chunk)
+    objective = Objective(target, draft_ids, config.loss_chunk, Terms.of(config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    width = taps * sizes.hidden
-    batch = random_batch(spec, sizes.draft_vocabulary, sizes.rows, sizes.length, sizes.anchors, width, dtype, device)
+    shape = (sizes.draft_vocabulary, sizes.rows, sizes.length, sizes.anchors, taps * sizes.hidden)
+    batch = random_batch(spec, *shape, dtype, device, batch_gamma(config))
+    add_final_states(batch, objective)
 
     def work() -> None:
         optimizer.zero_grad()
@@ -205,11 +206,13 @@ def random_batch(
     tap_width: int,
     dtype: torch.dtype,
     device: torch.device,
+    gamma: float,
 ) -> Batch:
     """Rows of random tokens, all supervised, with equally spaced anchors that leave room for whole blocks.
 
     Args:
         tap_width: of the stored features; 0 for none.
+        gamma: of the slot weights.
     """
     last = length - spec.num_proposals - 1
     if anchors > last:
@@ -225,9 +228,22 @@ def random_batch(
         )
         for row in range(rows)
     ]
-    batch = collate(samples, spec.block_size, spec.num_proposals, spec.mask_token_id, gamma=4.0)
+    batch = collate(samples, spec.block_size, spec.num_proposals, spec.mask_token_id, gamma)
     moved = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return replace(batch, **moved)
+
+
+def add_final_states(batch: Batch, objective: Objective) -> None:
+    """Random final hidden states of the target, where the loss asks for its distribution."""
+    if objective.needs_teacher:
+        target = objective.target
+        sizes = (*batch.tokens_RS.shape, target.config.hidden_size)
+        batch.final_RSD = torch.randn(sizes, dtype=target.dtype, device=target.device)
+
+
+def heads_of(config: RunConfig) -> str:
+    """The config's heads, in words."""
+    return f"head {config.head}" + (" and confidence head" if config.enable_confidence_head else "")
 
 
 if __name__ == "__main__":

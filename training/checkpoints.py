@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from data.answers import target_identity
 from data.settings import RunConfig, StageError
 from data.target_adapter import adapter_digest
+from models.formats.folder import local_folder
 from training.arguments import zero_stage
 
 # Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`: nothing resumes it.
@@ -115,18 +116,22 @@ def semantic_options(config, arguments, taps: Sequence[int], world_size: int, ro
     if config.target_adapter:
         options["target_adapter"] = adapter_digest(config.target_adapter)
     if config.init_drafter:
-        options["init_drafter"] = target_identity(config.init_drafter)
+        options["init_drafter"] = target_identity(local_folder(config.init_drafter, "init_drafter"))
     if config.trainable != "all":
         options |= {name: getattr(config, name) for name in PARTIAL}
     return json.loads(json.dumps(options, default=str))
 
 
 def check_same_run(stored: dict[str, Any], now: dict[str, Any], where: str, ignored: Sequence[str] = ()) -> None:
-    """Raises ValueError in one line if any semantic option differs, but for the ignored ones."""
-    compared = {k: v for k, v in now.items() if k not in ignored}
-    # A run from before an option existed had what is now its default.
-    before = {f.name: f.default for f in fields(RunConfig)} | stored
-    changed = [f"{k} was {before.get(k)}, is {v}" for k, v in compared.items() if before.get(k) != v]
+    """Raises ValueError in one line if any semantic option differs, but for the ignored ones.
+
+    An option that one side does not say has its default there: it was not given, or did not exist yet.
+    """
+    defaults = {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(RunConfig)}
+    names = [name for name in {**now, **stored} if name not in ignored]
+    pairs = {name: tuple(side.get(name, defaults.get(name)) for side in (stored, now)) for name in names}
+    pairs = {name: tuple("not given" if v == "" else v for v in pair) for name, pair in pairs.items()}
+    changed = [f"{name} was {was}, is {value}" for name, (was, value) in pairs.items() if was != value]
     if changed:
         raise ValueError(
             f"{where} belongs to a run with other options ({'; '.join(changed)}): choose another --run_dir or remove it"

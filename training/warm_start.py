@@ -18,6 +18,7 @@ from models.checkpoint import Drafter, load_drafter
 from models.configuration import DrafterSpec
 from models.drafter import DFlashDraftModel
 from models.fitting import check_against_target, drop_equal_tables
+from models.formats.folder import local_folder
 from models.target import Target
 from training.adapters import head_names
 
@@ -41,9 +42,10 @@ def read_start(config: RunConfig, target: Target) -> Drafter | None:
         if config.trainable != "all":
             raise ValueError(f"trainable is {config.trainable}: give --init_drafter, whose backbone stays as it is")
         return None
-    if not Path(config.init_drafter).is_dir():
-        raise ValueError(f"init_drafter: no such folder: {config.init_drafter}")
-    start = load_drafter(config.init_drafter, torch.float32)
+    folder = local_folder(config.init_drafter, "init_drafter")
+    if not Path(folder).is_dir():
+        raise ValueError(f"init_drafter: no such folder: {folder}")
+    start = load_drafter(folder, torch.float32, allow_extra=config.allow_extra)
     check_against_target(start.spec, start.model.config, target)
     start = drop_equal_tables(start, target)
     if start.tables(target) is not target:

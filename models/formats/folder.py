@@ -24,8 +24,11 @@ _CONVERT = (
 )
 
 
-def local_folder(path_or_id: str) -> str:
+def local_folder(path_or_id: str, option: str = "drafter") -> str:
     """The folder itself, or the local copy of a Hub repository (its config.json and safetensors).
+
+    Args:
+        option: the option that gave it, for the message.
 
     Raises ValueError in one line for something that is neither.
     """
@@ -35,7 +38,7 @@ def local_folder(path_or_id: str) -> str:
         return snapshot_download(path_or_id, allow_patterns=PATTERNS)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"drafter: {path_or_id} is no folder here and cannot be had from the Hub: {reason}") from None
+        raise ValueError(f"{option}: {path_or_id} is no folder here and cannot be had from the Hub: {reason}") from None
 
 
 def read_keys(folder: str | os.PathLike) -> dict:

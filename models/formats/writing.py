@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint import Drafter, save_draft_ids
 from ..fitting import drop_equal_tables, name_layers, rows_of_head
-from ..heads import OUTPUT_PROJECTIONS
+from ..heads import output_projections
 from ..target import Target
 from .detect import FORMATS
 from .folder import WEIGHTS
@@ -94,7 +94,7 @@ def _vocabulary(drafter: Drafter, form: Format, tensors: dict[str, Tensor]) -> d
         known = torch.zeros(size, dtype=torch.bool).index_fill(0, ids, True)
         return {TO_TARGET: ids - torch.arange(len(ids)), TO_DRAFT: known}
     full = {}
-    for name in OUTPUT_PROJECTIONS:
+    for name in output_projections():
         if name in tensors:
             full[name] = tensors[name].new_zeros(size, tensors[name].shape[1]).index_copy(0, ids, tensors[name])
     return full

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from transformers import Qwen3Config
 
 from ..configuration import DrafterSpec
+from ..heads import head_types
 from .backbone import backbone_keys, build_config
 from .format import Format
 
@@ -50,5 +51,8 @@ class Own(ZLab):
     """The folders that this project trains and exports for transformers: z-lab's keys, with words for every drafter."""
 
     name, title = "transformers", "this project's DFlash"
-    heads = ("none", "domino", "markov_vanilla", "markov_gated", "markov_rnn")
     fixed = {}
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        return head_types()
