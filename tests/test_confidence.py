@@ -180,7 +180,7 @@ def save_run(folder, **spec):
         device="cpu",
         dtype="fp32",
         mask_token_id=MASK,
-        prompts="builtin",
+        prompts=["builtin"],
         max_prompt_length=200,
         max_new_tokens=10,
         calibration_prompts=4,

@@ -76,7 +76,7 @@ def test_help_lists_the_options_of_a_stage(capsys):
     "name, stages",
     [
         ("prompts", ["regenerate", "eval", "demo"]),
-        ("max_prompt_length", ["regenerate", "eval", "demo"]),
+        ("max_prompt_length", ["regenerate", "train", "eval", "demo"]),
         ("num_draft_layers", ["regenerate", "train"]),  # the default number of taps is one a layer
     ],
 )

@@ -87,7 +87,7 @@ def train(target, model, terms, steps=110, batch=12, lam=0.3):
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("head", ["none", "markov_vanilla", "markov_gated", "markov_rnn"])
+@pytest.mark.parametrize("head", ["markov_vanilla", "markov_gated", "markov_rnn"])
 def test_a_scripted_text_is_drafted_by_every_head(head, shifted):
     """TRAPS 1, 4, 5, 8 for the heads that test_trainer does not train; every token is the one before plus one."""
     target = tiny_target()
@@ -101,8 +101,7 @@ def test_a_scripted_text_is_drafted_by_every_head(head, shifted):
     assert drafter.spec.num_proposals == depths
     for start in range(3, 43, 4):
         tokens = torch.arange(start, start + 9)[None]
-        method = "dflash_chain" if head == "none" else "markov_chain"
-        proposer = DraftProposer(target, drafter, method, TreeOptions())
+        proposer = DraftProposer(target, drafter, "markov_chain", TreeOptions())
         proposer.begin(1, 64)
         proposer.join(capture_taps(target, tokens[:, :8], (0, 2)), [8])
         tree = proposer.build(proposer.draft(tokens[:, 8]))
