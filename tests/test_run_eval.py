@@ -5,53 +5,28 @@ import re
 from dataclasses import fields
 
 import pytest
-import torch
-import yaml
 
 from data.chat import encode_prompt, messages_of
 from data.options import RunConfig
 from eval import run_eval, verify
 from eval.records import Generation, Plan
 from eval.store import Store, asking
+from evaluation_runs import save_run, write_benchmark
 from made_up import response
 from mistakes import mistake
-from models.target import Target, load_target
-from tiny import MASK, tiny_drafter
-from tiny_tokenizer import save_tiny_target, tiny_tokenizer
+from tiny_tokenizer import tiny_tokenizer
 from training_runs import ROOT, run_ranks
 
 
 @pytest.fixture
 def run(tmp_path):
     """A config file with a saved target, a saved drafter and a two-turn benchmark."""
-    folder = save_tiny_target(tmp_path / "target")
-    target: Target = load_target(folder, torch.float32)
-    drafter = tiny_drafter(target)
-    drafter.model.save_pretrained(tmp_path / "run" / "drafter")
-    (tmp_path / "run" / "drafter" / "provenance.json").write_text(json.dumps({"engine": "DeepSpeedEngine"}))
-    benchmark = tmp_path / "two.jsonl"
     rows = [{"turns": ["what is a fox?", "and a dog?"]}, {"turns": ["count to ten."]}]
-    benchmark.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = dict(
-        run_dir=str(tmp_path / "run"),
-        target=folder,
-        device="cpu",
-        dtype="fp32",
-        mask_token_id=MASK,
-        prompts="builtin",
-        benchmarks=[str(benchmark)],
-        eval_prompts=4,
-        max_prompt_length=200,
-        max_new_tokens=8,
-        methods=["dflash_chain", "dartree_pruned"],
-        temperatures=[0.0, 1.0],
-        budget=8,
-        width=3,
-        candidates=8,
-    )
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(options))
-    return str(config), tmp_path / "run"
+    benchmark = write_benchmark(tmp_path / "two.jsonl", rows)
+    asked = dict(methods=["dflash_chain", "dartree_pruned"], temperatures=[0.0, 1.0])
+    config, folder = save_run(tmp_path, benchmark, eval_prompts=4, max_new_tokens=8, **asked)
+    (folder / "drafter" / "provenance.json").write_text(json.dumps({"engine": "DeepSpeedEngine"}))
+    return config, folder
 
 
 def answers_of(folder):

@@ -3,50 +3,26 @@
 import json
 
 import pytest
-import torch
-import yaml
 
 from data.options import RunConfig
 from eval import budget_policy, run_eval
 from eval.marks import fingerprints
 from eval.records import Generation
-from models.target import load_target
-from tiny import MASK, tiny_drafter
+from evaluation_runs import save_run, write_benchmark
 from tiny_tokenizer import save_tiny_target
 
 
 @pytest.fixture
 def run(tmp_path):
     """(Config file, run folder) of a saved target, a saved drafter and a benchmark that is asked with AR alone."""
-    folder = save_tiny_target(tmp_path / "target")
-    tiny_drafter(load_target(folder, torch.float32)).model.save_pretrained(tmp_path / "run" / "drafter")
-    write_benchmark(tmp_path, ["count to ten."], ["what is a fox?", "and a dog?"])
-    options = dict(
-        run_dir=str(tmp_path / "run"),
-        target=folder,
-        device="cpu",
-        dtype="fp32",
-        mask_token_id=MASK,
-        prompts="builtin",
-        benchmarks=[str(tmp_path / "two.jsonl")],
-        eval_prompts=4,
-        max_prompt_length=200,
-        max_new_tokens=6,
-        methods=["ar"],
-        choose_budget=False,
-        trace_prompts=0,
-        budget=8,
-        width=3,
-        candidates=8,
-    )
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(options))
-    return str(config), tmp_path / "run"
+    benchmark = ask(tmp_path, ["count to ten."], ["what is a fox?", "and a dog?"])
+    alone = dict(methods=["ar"], choose_budget=False, trace_prompts=0)
+    return save_run(tmp_path, benchmark, eval_prompts=4, max_new_tokens=6, **alone)
 
 
-def write_benchmark(folder, *conversations):
+def ask(folder, *conversations):
     rows = [{"id": f"q{n}", "turns": turns} for n, turns in enumerate(conversations)]
-    (folder / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return write_benchmark(folder / "two.jsonl", rows)
 
 
 def reported(folder):
@@ -92,7 +68,7 @@ def test_what_was_asked_under_an_id_before_is_not_reported(run, tmp_path):
     original = reported(folder)
     (store,) = stores(folder)
     (store / "rank-0.jsonl").rename(store / "rank-1.jsonl")
-    write_benchmark(tmp_path, ["count to nine."], ["what is a fox?", "or a cat?"])
+    ask(tmp_path, ["count to nine."], ["what is a fox?", "or a cat?"])
     assert run_eval.main([config]) == 0
     edited, lines = reported(folder), (store / "rank-0.jsonl").read_text().splitlines()
     assert edited.keys() == original.keys() and edited["q1", 0] == original["q1", 0]
@@ -102,7 +78,7 @@ def test_what_was_asked_under_an_id_before_is_not_reported(run, tmp_path):
     assert sum("time" in json.loads(line) for line in lines) == 2
     assert stores(folder) == [store]
     # The first prompts again: everything is there, nothing is decoded.
-    write_benchmark(tmp_path, ["count to ten."], ["what is a fox?", "and a dog?"])
+    ask(tmp_path, ["count to ten."], ["what is a fox?", "and a dog?"])
     assert run_eval.main([config]) == 0
     assert reported(folder) == original and (store / "rank-0.jsonl").read_text().splitlines() == lines
 
@@ -110,7 +86,7 @@ def test_what_was_asked_under_an_id_before_is_not_reported(run, tmp_path):
 def test_a_prompt_that_is_not_asked_any_more_is_not_reported(run, tmp_path):
     config, folder = run
     assert run_eval.main([config]) == 0
-    write_benchmark(tmp_path, ["count to ten."])
+    ask(tmp_path, ["count to ten."])
     assert run_eval.main([config]) == 0
     assert set(reported(folder)) == {("q0", 0)} and len(stores(folder)) == 1
 

@@ -4,8 +4,6 @@ import json
 import math
 
 import pytest
-import torch
-import yaml
 
 from data.settings import load_config
 from eval import run_eval, throughput
@@ -14,42 +12,17 @@ from eval.plans import main_plans
 from eval.records import Plan
 from eval.session import load_session
 from eval.throughput import Cell, concurrency_rows, measure_concurrency
-from models.target import load_target
-from tiny import MASK, tiny_drafter
-from tiny_tokenizer import save_tiny_target
+from evaluation_runs import save_run, write_benchmark
 
 
 @pytest.fixture
 def run(tmp_path):
     """(Config file, run folder) of a saved target, a saved drafter and a benchmark of five prompts."""
-    folder = save_tiny_target(tmp_path / "target")
-    tiny_drafter(load_target(folder, torch.float32)).model.save_pretrained(tmp_path / "run" / "drafter")
-    benchmark = tmp_path / "five.jsonl"
     texts = ["what is a fox?", "count to ten.", "and a dog?", "what is ten?", "a fox and a dog?"]
-    benchmark.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
-    options = dict(
-        run_dir=str(tmp_path / "run"),
-        target=folder,
-        device="cpu",
-        dtype="fp32",
-        mask_token_id=MASK,
-        prompts="builtin",
-        benchmarks=[str(benchmark)],
-        eval_prompts=2,
-        max_prompt_length=200,
-        max_new_tokens=8,
-        methods=["dartree_pruned"],
-        choose_budget=False,
-        trace_prompts=0,
-        budget=8,
-        width=3,
-        candidates=8,
-        concurrency=[1, 3],
-        concurrency_prompts=5,
-    )
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(options))
-    return str(config), tmp_path / "run"
+    benchmark = write_benchmark(tmp_path / "five.jsonl", [{"turns": [text]} for text in texts])
+    alone = dict(methods=["dartree_pruned"], choose_budget=False, trace_prompts=0)
+    levels = dict(concurrency=[1, 3], concurrency_prompts=5)
+    return save_run(tmp_path, benchmark, eval_prompts=2, max_new_tokens=8, **alone, **levels)
 
 
 def cell(plan, concurrency, run, tokens, seconds, prefill=1.0, taus=(1.5, None, 2.0, 2.5)):
