@@ -30,6 +30,16 @@ def test_a_flat_cost_chooses_the_largest_tree_and_a_steep_one_a_small_tree():
     assert row["tokens_per_second"] == pytest.approx(row["tau"] / (0.05 + 0.015))
 
 
+def test_of_measured_speeds_that_are_the_same_the_smallest_tree_is_chosen():
+    """The cost of each size is set so that 1, 4 and 32 nodes run at .97, .985 and 1 times 30 tokens/s."""
+    answers = [answer([[0, 5, 20], [0, 2], [1, 6]])]
+    taus = {size: tau_at(answers, size) for size in (1, 4, 32)}
+    cost = {size: taus[size] / (share * 30.0) - 0.015 for size, share in ((1, 0.97), (4, 0.985), (32, 1.0))}
+    choice = choose_budget(answers, cost)
+    assert choice.budget == 4
+    assert [row["tokens_per_second"] for row in choice.curve] == pytest.approx([29.1, 29.55, 30.0])
+
+
 def test_no_rounds_is_an_error():
     with pytest.raises(ValueError, match="choose_budget"):
         choose_budget([Answer()], {4: 0.1})
