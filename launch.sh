@@ -13,6 +13,7 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   features    the target reads its answers once      -> RUN/cache, what train --features offline reads
   train       trains the drafter through DeepSpeed   -> RUN/drafter
   eval        decodes and measures                   -> RUN/results.json, RUN/report.md
+  compare     sets the drafters of several evaluations side by side, paired by prompt (RUN RUN ... in place of CONFIG)
   calibrate   compares confidence with acceptance    -> RUN/calibration.json, used by eval --confidence_threshold
   export      writes a folder for other programs     -> RUN/export, any public format, also to the Hub (CONFIG or a drafter)
   inspect     says what a drafter checkpoint is and, with --target, whether it drafts (CONFIG or a drafter)
@@ -80,7 +81,7 @@ stage=${1:-}
 case $stage in
   "") usage >&2 && exit 2 ;;
   -h | --help | help) usage && exit 0 ;;
-  setup | target | regenerate | features | train | eval | calibrate | export | inspect | verify | bench | demo | test) shift ;;
+  setup | target | regenerate | features | train | eval | calibrate | compare | export | inspect | verify | bench | demo | test) shift ;;
   *) echo "launch.sh: unknown stage '$stage'; bash launch.sh --help lists them" >&2 && exit 2 ;;
 esac
 
@@ -92,6 +93,10 @@ if [[ $stage == test ]]; then
 fi
 
 install ""
+if [[ $stage == compare ]]; then
+  cd "$called_from"
+  exec "$py" -m eval.compare "$@"
+fi
 # CONFIG (or a drafter in its place) is meant from where the command was typed; everything else from this folder.
 config=configs/demo.yaml
 if [[ $# -gt 0 && $1 != -* ]]; then

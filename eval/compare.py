@@ -1,0 +1,166 @@
+"""Stage `compare`: the drafters of several finished evaluations on the prompts that all of them answered.
+
+    bash launch.sh compare RUN RUN [RUN ...]
+
+The first run is the one that the others are compared with. Differences in tau are paired by prompt; speed-ups are each
+over the autoregressive decoding of its own run and carry no test, since runs were timed at different hours. Writes
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data.settings import StageError
+
+from . import bootstrap
+from .plans import CHAINS, labels, unique
+from .records import AR, MAIN, Generation, Plan
+from .report import read_results
+from .table import number, ranged, signed, table
+
+# Answers under another of these are no pairs.
+SAME = ("target_name", "target_adapter", "dtype", "quantization", "max_new_tokens", "seed")
+
+
+@dataclass
+class Run:
+    """A finished evaluation: its name in tables, its settings, and its main answers by (benchmark, T, plan)."""
+
+    name: str
+    settings: dict
+    answers: dict[tuple[str, float, Plan], dict[tuple[str, int], Generation]]
+
+
+def main(argv: list[str]) -> int:
+    if any(word in ("-h", "--help") for word in argv):
+        print(__doc__.strip())
+        return 0
+    try:
+        runs = load_runs(argv)
+        rows = compare(runs)
+    except (ValueError, StageError, OSError) as error:
+        print(f"compare: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, StageError) else 2
+    print(comparison_table(rows))
+    return 0
+
+
+def load_runs(folders: Sequence[str]) -> list[Run]:
+    """Raises ValueError for fewer than two, one without results, or runs whose answers are no pairs."""
+    if len(folders) < 2 or any(folder.startswith("-") for folder in folders):
+        raise ValueError(f"give two or more run folders, got {' '.join(folders) or 'none'}")
+    names = short_names(folders)
+    runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    for run in runs[1:]:
+        for key in SAME:
+            ours, first = run.settings.get(key), runs[0].settings.get(key)
+            if ours != first:
+                raise ValueError(f"{key} is {first!r} in {runs[0].name} and {ours!r} in {run.name}: no pairs")
+    return runs
+
+
+def short_names(folders: Sequence[str]) -> list[str]:
+    """The last parts of the paths, or the paths where these are not unique."""
+    names = [Path(folder).resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [os.path.normpath(folder) for folder in folders]
+
+
+def load_run(folder: str, name: str) -> Run:
+    path = Path(folder)
+    if not (path / "results.json").is_file():
+        raise ValueError(f"{folder} has no results.json; `bash launch.sh eval` writes it")
+    settings = read_results(path / "results.json")["settings"]
+    run = Run(name, settings, {})
+    with open(path / "generations.jsonl", encoding="utf-8") as lines:
+        for g in map(Generation.from_dict, map(json.loads, lines)):
+            if g.phase == MAIN:
+                run.answers.setdefault((g.benchmark, g.temperature, common_plan(g.plan)), {})[g.answer] = g
+    return run
+
+
+def common_plan(plan: Plan) -> Plan:
+    """The plan without what belongs to the drafter: a chain is as long as its block."""
+    return replace(plan, note="", budget=0) if plan.method in CHAINS else replace(plan, note="")
+
+
+def compare(runs: Sequence[Run]) -> list[dict]:
+    """A row for each (benchmark, temperature, plan) that at least two runs share, and each run that has it.
+
+    Returns:
+        Rows {benchmark, temperature, label, run, prompts, tau, tau_interval, speedup, difference, difference_interval,
+        difference_p}; the differences are to the first of these runs, null in its own row.
+
+    Raises:
+        StageError: nothing was answered by two runs.
+    """
+    keys = list(dict.fromkeys(key for run in runs for key in run.answers if key[2].method != AR))
+    names = labels(unique([plan for _, _, plan in keys]))
+    rows = []
+    for benchmark, temperature, plan in keys:
+        sharing = [run for run in runs if (benchmark, temperature, plan) in run.answers]
+        where = {"benchmark": benchmark, "temperature": temperature, "label": names[plan.id]}
+        rows += [where | row for row in _shared(sharing, (benchmark, temperature, plan))]
+    if not rows:
+        raise StageError(f"no answer of one method is in two of {', '.join(run.name for run in runs)}")
+    return rows
+
+
+def _shared(runs: Sequence[Run], key: tuple[str, float, Plan]) -> list[dict]:
+    """Rows of one plan, over the answers that have rounds in all these runs."""
+    groups = [run.answers[key] for run in runs]
+    common = sorted(a for a in set.intersection(*map(set, groups)) if all(group[a].rounds for group in groups))
+    if len(runs) < 2 or not common:
+        return []
+    prompts = sorted({prompt for prompt, _ in common})
+    weights_SP = bootstrap.draws(len(prompts), runs[0].settings["seed"], key[0])
+    rows, first = [], None
+    for run, group in zip(runs, groups, strict=True):
+        figures = bootstrap.resample([group[a] for a in common], prompts, weights_SP)
+        ar = run.answers.get((*key[:2], Plan(AR)), {})
+        speedup = None
+        if all(a in ar for a in common):
+            base = bootstrap.resample([ar[a] for a in common], prompts, weights_SP)
+            speedup = (base.seconds_per_token / figures.seconds_per_token).estimate
+        gain = figures.tau - first if first else None
+        rows.append(
+            {
+                "run": run.name,
+                "prompts": len(prompts),
+                "tau": figures.tau.estimate,
+                "tau_interval": figures.tau.interval,
+                "speedup": speedup,
+                "difference": gain and gain.estimate,
+                "difference_interval": gain and gain.interval,
+                "difference_p": gain and gain.p_value,
+            }
+        )
+        first = first or figures.tau
+    return rows
+
+
+def comparison_table(rows: Sequence[dict]) -> str:
+    """One Markdown table for each benchmark and temperature."""
+    head = ["method", "run", "prompts", "tau (95 %)", "tau - first run's (95 %)", "p", "speed-up"]
+    parts = []
+    groups: dict[tuple[str, float], list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["benchmark"], row["temperature"]), []).append(row)
+    for (benchmark, temperature), group in groups.items():
+        body = [
+            [row["label"], row["run"], str(row["prompts"]), ranged(row["tau"], row["tau_interval"])]
+            + [signed(row["difference"], row["difference_interval"]), number(row["difference_p"], 3)]
+            + [number(row["speedup"], 2)]
+            for row in group
+        ]
+        parts.append(f"{benchmark}, temperature {temperature:g}:\n\n{table(head, body)}")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
