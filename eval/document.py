@@ -120,7 +120,7 @@ def budget_table(choice: dict | None) -> str:
         for row in choice["curve"]
     ]
     text = (
-        f"## Budget\n\nB={choice['budget']} has the most expected tokens per measured second here; tau is that of "
-        "training prompts, no evaluated prompt took part:\n\n"
+        f"## Budget\n\nB={choice['budget']} is the smallest tree within 2 % of the most expected tokens per measured "
+        "second here; tau is that of dartree_pruned on training prompts, no evaluated prompt took part:\n\n"
     )
     return text + table(["B", "tau", "verify ms", "round ms", "tokens/s"], body)

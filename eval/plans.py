@@ -19,6 +19,7 @@ KNOBS = {
     "dartree_fixed": ("candidates",),
     "dartree_pruned": ("width", "candidates", "beta"),
 }
+AT_CHOSEN = ("ddtree", "dartree_fixed", "dartree_pruned")
 SWEEPS = ("budget", "width", "candidates", "beta")
 # Trees compared at equal B in the sweep of the budget; the other knobs belong to dartree_pruned alone.
 SWEPT = {"budget": ("ddtree", "dartree_pruned")}
@@ -64,7 +65,8 @@ def main_plans(
         plans += [replace(plan, acceptance=rule) for rule in dict.fromkeys(rules)]
         if method == "dartree_pruned":
             plans += [_under(config, plan, policy) for policy in dict.fromkeys(config.budget_policy) if policy != FIXED]
-        if method == "dartree_pruned" and chosen_budget not in (None, plan.budget):
+        # The trees that might be used at that size, so that none is compared at another's best setting (TRAPS 54).
+        if method in AT_CHOSEN and chosen_budget not in (None, plan.budget):
             plans.append(replace(plan, budget=chosen_budget, note="chosen from measured cost"))
     return plans
 

@@ -12,8 +12,9 @@ from itertools import combinations
 
 from . import bootstrap, metrics
 from .bootstrap import Figures, Resampled
+from .decoding.proposals import TREES
 from .plans import labels, unique
-from .records import AR, MAIN, Divergence, Generation, Plan
+from .records import AR, FIXED, MAIN, Divergence, Generation, Plan
 
 SCHEMA_VERSION = 2
 AVERAGE = "average"  # stands for a benchmark in `differences`
@@ -236,7 +237,7 @@ def _differences(sections: Sequence[Section]) -> list[dict]:
     rows = []
     for section in sections:
         figures = {plan: (f.tau, section.speedup(plan)) for plan, f in section.figures.items()}
-        rows += _pairs(section.benchmark, section.temperature, figures, len(section.prompts), _methods([section]))
+        rows += _pairs(section.benchmark, section.temperature, figures, len(section.prompts), _by_id([section]))
     for temperature in _temperatures(sections):
         own = [s for s in sections if s.temperature == temperature and s.figures]
         if len(own) < 2:
@@ -247,20 +248,29 @@ def _differences(sections: Sequence[Section]) -> list[dict]:
             tau = bootstrap.mean([s.figures[plan].tau for s in own])
             figures[plan] = tau, None if None in speedups else bootstrap.mean(speedups)
         prompts = sum(len(s.prompts) for s in own)
-        rows += _pairs(AVERAGE, temperature, figures, prompts, _methods(own))
+        rows += _pairs(AVERAGE, temperature, figures, prompts, _by_id(own))
     return rows
 
 
-def _methods(sections: Sequence[Section]) -> dict[str, str]:
-    return {plan.id: plan.method for section in sections for plan in _plans(section)}
+def _by_id(sections: Sequence[Section]) -> dict[str, Plan]:
+    return {plan.id: plan for section in sections for plan in _plans(section)}
 
 
-def _pairs(benchmark: str, temperature: float, figures: dict, prompts: int, methods: dict[str, str]) -> list[dict]:
-    """A row for each pair of plans, AR apart: the speed-up is already a comparison with it."""
+def _comparable(a: Plan, b: Plan) -> bool:
+    """Two kinds of tree are compared at equal B only (METHODS section 4): more nodes are accepted deeper by anyone."""
+    if a.method == b.method or a.method not in TREES or b.method not in TREES:
+        return True
+    return a.budget == b.budget and a.policy == b.policy == FIXED
+
+
+def _pairs(benchmark: str, temperature: float, figures: dict, prompts: int, by_id: dict[str, Plan]) -> list[dict]:
+    """A row for each pair of plans that can be compared, AR apart: the speed-up is already a comparison with it."""
     # DARTree stands on the left of a pair with anything else, so that a positive difference is in its favour.
-    plans = sorted((plan for plan in figures if plan != AR), key=lambda plan: methods[plan].startswith("dartree"))
+    plans = sorted((plan for plan in figures if plan != AR), key=lambda plan: by_id[plan].method.startswith("dartree"))
     rows = []
     for b, a in combinations(plans, 2):
+        if not _comparable(by_id[a], by_id[b]):
+            continue
         tau = figures[a][0] - figures[b][0]
         speed = figures[a][1] - figures[b][1] if figures[a][1] and figures[b][1] else None
         rows.append(

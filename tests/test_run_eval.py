@@ -65,7 +65,7 @@ def test_report_of_two_temperatures_with_all_turns(run, capsys):
     assert settings["command"] == f"bash launch.sh eval {config}" and settings["num_proposals"] == 4
     assert settings["budget_choice"]["budget"] in (4, 8) and settings["peak_memory_gb"] > 0
     report = (folder / "report.md").read_text()
-    assert "has the most expected tokens per measured second" in report and "Command: `bash launch.sh eval" in report
+    assert "is the smallest tree within 2 % of the most expected tokens" in report and "Command: `bash launch.sh eval" in report
     assert all(row["ms_per_round"]["verify"] > 0 and row["busy_ms_per_round"] for row in rows.values())
 
     capsys.readouterr()
