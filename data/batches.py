@@ -1,7 +1,7 @@
 """Training samples and batches: from an answered row and its anchors to padded tensors. Pure functions, torch only.
 
 Shape suffixes: R rows, S tokens of a row (or context length of a batch), C concatenated tap width L*D, N anchors a row,
-B block slots, T depths (predicted tokens of a block), V vocabulary.
+B block slots, T depths (predicted tokens of a block), M supervised slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class Batch:
         block_ids_RNB: int64 input ids of the blocks: the anchor token, then mask tokens.
         labels_RNT: int64 true tokens at anchor+1 .. anchor+T, in the target's ids; 0 past the end of a row.
         weights_RNT: fp32 slot weights, zero where a slot is not supervised.
+        supervised_M: int64 places of the supervised slots among all R*N*T, by depth; found here, on the CPU, because a
+            GPU that is asked for them in every step makes its host wait.
+        supervised_T: how many of them each depth has, plain numbers.
         position_ids_RP: int64 [R, S + N*B] positions of the context and of the slots, each inside its document.
         taps_RSC: taps of the context; None when they are captured online.
         final_RSD: the target's final hidden states of the same tokens; None when captured online or not needed.
@@ -73,6 +76,8 @@ class Batch:
     block_ids_RNB: Tensor
     labels_RNT: Tensor
     weights_RNT: Tensor
+    supervised_M: Tensor
+    supervised_T: list[int]
     position_ids_RP: Tensor
     taps_RSC: Tensor | None = None
     final_RSD: Tensor | None = None
@@ -103,6 +108,13 @@ def block_labels(sample: Sample, depths: int, gamma: float, draft_V: Tensor | No
         counts_NT &= draft_V[labels_NT]
     decay_T = torch.exp(-torch.arange(depths) / gamma)
     return labels_NT, counts_NT.cumprod(dim=1) * decay_T
+
+
+def supervised_slots(weights_RNT: Tensor) -> tuple[Tensor, list[int]]:
+    """`supervised_M` and `supervised_T` of a batch with these weights."""
+    depth_M, block_M = (weights_RNT > 0).flatten(0, 1).T.nonzero(as_tuple=True)
+    depths = weights_RNT.shape[2]
+    return block_M * depths + depth_M, torch.bincount(depth_M, minlength=depths).tolist()
 
 
 def collate(
@@ -145,6 +157,7 @@ def collate(
         positions_RS[r, : lengths_R[r]] -= starts_S[:context]
         block_ids_RNB[r, :, 0] = sample.tokens_S[anchors_RN[r]]
         labels_RNT[r, :n], weights_RNT[r, :n] = block_labels(sample, depths, gamma, draft_V)
+    supervised_M, supervised_T = supervised_slots(weights_RNT)
     slots = ((anchors_RN - starts_RN)[..., None] + torch.arange(block_size)).flatten(1)
     documents = [_places(s) for s in samples]
     return Batch(
@@ -157,6 +170,8 @@ def collate(
         block_ids_RNB=block_ids_RNB,
         labels_RNT=labels_RNT,
         weights_RNT=weights_RNT,
+        supervised_M=supervised_M,
+        supervised_T=supervised_T,
         position_ids_RP=torch.cat([positions_RS, slots], dim=1),
         taps_RSC=_pad(samples, "taps_SC", context),
         final_RSD=_pad(samples, "final_SD", context) if teacher else None,

@@ -45,14 +45,37 @@ def capture(
     Attention is causal, so padding on the right changes nothing before it and needs no mask.
 
     Args:
-        position_ids: [R, S], for rows that hold several documents: each starts at 0 again, which makes transformers
-            mask the documents from each other. None for one document a row.
+        position_ids: [R, S], for rows that hold several documents: each starts at 0 again, and they do not see each
+            other. None for one document a row.
     """
+    mask = None if position_ids is None else target.document_masks(position_ids)
     output = target.forward(
-        tokens_RS, tuple(tap_ids), position_ids=position_ids, with_logits=False, with_final=with_final
+        tokens_RS, tuple(tap_ids), position_ids, mask, cache=_Uncached(), with_logits=False, with_final=with_final
     )
     # A tensor made in inference mode cannot be saved for the backward pass.
     return output.taps.clone(), output.final.clone() if with_final else None
+
+
+class _Uncached:
+    """Stands where transformers asks for a cache, and keeps nothing.
+
+    Without one transformers looks for packed documents in the positions, which waits for the device at every forward.
+    The causal mask that it then leaves out or makes is the same.
+    """
+
+    is_compileable = False
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
 
 
 class FeatureCache:

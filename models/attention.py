@@ -18,6 +18,17 @@ def causal_mask(lengths_R: Tensor, width: int) -> Tensor:
     return ((causal & real[:, None, :]) | torch.eye(width, dtype=torch.bool, device=lengths_R.device))[:, None]
 
 
+def document_mask(positions_RS: Tensor) -> Tensor:
+    """Causal mask [R, 1, S, S] of rows that hold several documents, each of which counts its positions from 0.
+
+    Tokens are of one document when it starts at the same column. Padding, whatever its positions, sees itself at least.
+    """
+    columns = torch.arange(positions_RS.shape[1], device=positions_RS.device)
+    starts_RS = columns - positions_RS
+    same = starts_RS[:, :, None] == starts_RS[:, None, :]
+    return (same & (columns[:, None] >= columns[None, :]))[:, None]
+
+
 def ancestor_mask(parents_RM: Tensor) -> Tensor:
     """Which tree tokens each tree token sees: itself and its ancestors, [R, M, M].
 

@@ -187,7 +187,12 @@ class DFlashDraftModel(PreTrainedModel):
             hidden, rows = hidden.detach(), None if rows is None else rows.detach()
         return self.confidence_head(hidden, rows)
 
+    @property
+    def plain_depths(self) -> int:
+        """How many leading depths have base logits alone: the prefix, or all of them without a head."""
+        depths = self.spec.num_proposals
+        return depths if self.head is None else min(depths, self.spec.pure_draft_prefix_len)
+
     def corrected_depths(self, device=None) -> Tensor:
         """Boolean [num_proposals]: True at the depths whose logits the head corrects (those beyond the prefix)."""
-        depths = torch.arange(1, self.spec.num_proposals + 1, device=device)
-        return depths > self.spec.pure_draft_prefix_len if self.head is not None else torch.zeros_like(depths).bool()
+        return torch.arange(self.spec.num_proposals, device=device) >= self.plain_depths

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from .attention import causal_mask, tree_mask, tree_positions, window_mask
+from .attention import causal_mask, document_mask, tree_mask, tree_positions, window_mask
 from .families import FULL, SLIDING, layer_kinds, refuse_unsupported, window_of
 from .quantization import quantization_config
 
@@ -100,7 +100,7 @@ class Target:
             logits = head(flat)
         else:
             bias = None if head.bias is None else head.bias[ids]
-            logits = nn.functional.linear(flat, self._head_rows(ids), bias)
+            logits = nn.functional.linear(flat, self.head_rows(ids), bias)
         return self.scale_logits(logits).unflatten(0, hidden.shape[:-1])
 
     def scale_logits(self, logits: Tensor) -> Tensor:
@@ -114,8 +114,11 @@ class Target:
             logits = logits * factor
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def _head_rows(self, ids: Tensor) -> Tensor:
-        # The draft vocabulary is one tensor for the whole run: gather its rows of the head once.
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """The LM head's rows [len(ids), D] of a draft vocabulary. The last ids asked for are kept, and not read again.
+
+        The draft vocabulary is one tensor for the whole run: its rows are gathered once.
+        """
         if id(ids) not in self._rows:
             weight = self.model.get_output_embeddings().weight
             # Ids ascend: when they are the first ones, as for a padded table, a view saves a second copy of the head.
@@ -127,6 +130,10 @@ class Target:
         """What `forward(mask=...)` takes for right-padded prompts of the given lengths: [R, 1, width, width]."""
         positions = torch.arange(width, device=lengths_R.device)[None]
         return self._by_layer_kind(causal_mask(lengths_R, width), positions, positions)
+
+    def document_masks(self, positions_RS: Tensor) -> Masks:
+        """What `forward(mask=...)` takes for rows of several documents with the given positions: [R, 1, S, S]."""
+        return self._by_layer_kind(document_mask(positions_RS), positions_RS, positions_RS)
 
     def tree_masks(self, parents_RM: Tensor, depths_RM: Tensor, lengths_R: Tensor, width: int) -> Masks:
         """What `forward(mask=...)` takes for trees of M tokens (root first) after `lengths_R` cached columns.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from data.batches import collate
+from data.batches import collate, supervised_slots
 from data.settings import RunConfig
 from models.heads import HEADS
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
@@ -173,6 +173,7 @@ def test_no_supervised_slot_leaves_every_parameter_in_the_graph(head):
     terms = Terms(MIXTURES["dspark"], confidence=1.0)
     _, model, objective, batch = setup(terms, head=head, confidence_head=True)
     batch.weights_RNT.zero_()
+    batch.supervised_M, batch.supervised_T = supervised_slots(batch.weights_RNT)
     sums, found = run(model, objective, batch)
     assert sums.numerator.item() == 0 and sums.statistics_KT.sum() == 0
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -212,6 +213,7 @@ def test_an_all_masked_block_changes_nothing(head):
                 setattr(batch, name, torch.cat([value, torch.zeros_like(value[:, :1])], dim=1))
             more = torch.arange(BLOCK).expand(len(batch.ids), -1)
             batch.position_ids_RP = torch.cat([batch.position_ids_RP, more], dim=1)
+            batch.supervised_M, batch.supervised_T = supervised_slots(batch.weights_RNT)
         results.append(run(model, objective, batch))
     torch.testing.assert_close(results[0][0].numerator, results[1][0].numerator)
     torch.testing.assert_close(results[0][0].statistics_KT, results[1][0].statistics_KT, equal_nan=True)

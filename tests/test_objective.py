@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from data.batches import collate
+from data.batches import collate, supervised_slots
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from training.attention import dense_mask
 from training.forward import block_loss, capture_taps
@@ -201,6 +201,7 @@ def test_a_masked_block_changes_nothing(shifted):
                 block = torch.zeros_like(value[:, :1]) if name == "weights_RNT" else torch.full_like(value[:, :1], 9)
                 setattr(batch, name, torch.cat([value, block], dim=1))
             batch.position_ids_RP = torch.cat([batch.position_ids_RP, torch.arange(BLOCK).expand(rows, -1)], dim=1)
+            batch.supervised_M, batch.supervised_T = supervised_slots(batch.weights_RNT)
         sums = backward(model, objective, batch)
         results.append((sums.numerator.detach(), gradients(model)))
     torch.testing.assert_close(results[0][0], results[1][0])
@@ -236,6 +237,7 @@ def test_domino_state_does_not_leak_between_blocks():
 def test_a_batch_without_supervised_slots_keeps_every_parameter_in_the_graph(head):
     _, model, objective, batch = setup(head_type=head)
     batch.weights_RNT.zero_()
+    batch.supervised_M, batch.supervised_T = supervised_slots(batch.weights_RNT)
     sums = backward(model, objective, batch)
     assert sums.numerator.item() == 0 and sums.statistics_KT.nansum() == 0
     found = gradients(model)

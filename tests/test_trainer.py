@@ -9,7 +9,7 @@ import torch
 from eval.decoding.proposals import DraftProposer, TreeOptions
 from models.checkpoint import Drafter, load_drafter
 from tiny import EOS, MASK, VOCAB, tiny_target
-from trainers import logged, make_trainer
+from trainers import SpoiledObjective, logged, make_trainer
 from training.checkpoints import newest_checkpoint
 from training.forward import capture_taps
 from training.initialise import initialise_from_target, zero_correction
@@ -64,23 +64,11 @@ def test_lambda_falls_linearly_over_the_run(tmp_path):
     assert seen == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
-class _Objective:
-    """Calls another objective and makes its numerator NaN for one row."""
-
-    def __init__(self, objective, row):
-        self.objective, self.row, self.target = objective, row, objective.target
-
-    def __call__(self, model, batch, lam, hidden):
-        sums = self.objective(model, batch, lam, hidden)
-        if self.row in batch.ids:
-            sums.numerator = sums.numerator * float("nan")
-        return sums
-
-
-def test_a_non_finite_loss_stops_before_the_update_and_names_the_rows(tmp_path):
+@pytest.mark.parametrize("spoil", ["nan gradients", "finite gradients"])
+def test_a_non_finite_loss_stops_before_the_update_and_names_the_rows(tmp_path, spoil):
     trainer = make_trainer(tmp_path, rows=8, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     order, loss = [], trainer.objective
-    trainer.objective = _Objective(loss, "row-5")
+    trainer.objective = SpoiledObjective(loss, "row-5", spoil == "nan gradients")
     before = {}
     step = trainer.training_step
 

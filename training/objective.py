@@ -118,6 +118,7 @@ class Objective:
         if draft_ids is not None:
             self.index_V = torch.zeros(target.vocab_size, dtype=torch.long, device=draft_ids.device)
             self.index_V[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+            target.head_rows(draft_ids)  # gathered now: it reads the ids, which no step should wait for
 
     @property
     def needs_teacher(self) -> bool:
@@ -132,7 +133,7 @@ class Objective:
             hidden_RQD: output of the backbone at all slots, Q = N*B.
         """
         slots = self._slots(model, batch, hidden_RQD)
-        chunks, rows_VE = list(self._chunks(model, slots)), None if model.head is None else model.head.rows()
+        chunks, rows_VE = list(self._chunks(model, batch)), None if model.head is None else model.head.rows()
         if self.terms.weights == "dpace":
             probs_M = label_probabilities(
                 self._logits, chunks, slots.labels_M, slots.hidden_MD, slots.codes_ME, rows_VE
@@ -170,28 +171,27 @@ class Objective:
         labels_M = batch.labels_RNT.flatten()
         if self.index_V is not None:
             labels_M = self.index_V[labels_M]
-        weights_M, depth_T = batch.weights_RNT.flatten(), torch.arange(depths, device=hidden_RNTD.device)
+        weights_M = batch.weights_RNT.flatten()
         return _Slots(
             labels_M=labels_M,
             weights_M=weights_M,
             counts_M=weights_M > 0,
-            depth_M=depth_T.expand(rows, anchors, depths).flatten(),
             hidden_MD=hidden_RNTD.flatten(0, 2),
             codes_ME=codes_ME,
             depths=depths,
         )
 
-    def _chunks(self, model: DFlashDraftModel, slots: _Slots) -> Iterator[Chunk]:
-        """The supervised slots, those without and those with a correction apart."""
-        corrected_T = model.corrected_depths().tolist()
-        corrected_M = torch.tensor(corrected_T, device=slots.hidden_MD.device)[slots.depth_M]
-        for corrected in sorted(set(corrected_T)):
-            of_kind_M = corrected_M == corrected
-            index = (slots.counts_M & of_kind_M).nonzero().flatten()
-            # A rank without supervised slots still needs every parameter in its graph, or the ranks' reductions no
-            # longer match: it runs one slot of no weight.
-            index = index if len(index) else of_kind_M.nonzero().flatten()[:1]
-            yield from (Chunk(piece, corrected) for piece in index.split(self.chunk))
+    def _chunks(self, model: DFlashDraftModel, batch: Batch) -> Iterator[Chunk]:
+        """The supervised slots, those without and those with a correction apart. Nothing waits for the device."""
+        plain, depths = model.plain_depths, len(batch.supervised_T)
+        counts = [sum(batch.supervised_T[:plain]), sum(batch.supervised_T[plain:])]
+        kinds = ((False, range(plain)), (True, range(plain, depths)))
+        for (corrected, own), index_M in zip(kinds, batch.supervised_M.split(counts), strict=True):
+            if own and not len(index_M):
+                # A rank without supervised slots still needs every parameter in its graph, or the ranks' reductions no
+                # longer match: it runs one slot of no weight, the first block's at the first of these depths.
+                index_M = torch.arange(own[0], own[0] + 1, device=index_M.device)
+            yield from (Chunk(piece, corrected) for piece in index_M.split(self.chunk) if len(piece))
 
     def _logits(self, hidden_MD: Tensor) -> Tensor:
         return self.target.logits(hidden_MD.to(self.target.dtype), self.draft_ids)
@@ -204,7 +204,6 @@ class _Slots:
     labels_M: Tensor
     weights_M: Tensor
     counts_M: Tensor
-    depth_M: Tensor
     hidden_MD: Tensor
     codes_ME: Tensor | None
     depths: int

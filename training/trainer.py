@@ -10,6 +10,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
@@ -23,7 +24,7 @@ from training.checkpoints import PROVENANCE, UNFINISHED, point_to_best, publish,
 from training.evaluation import TrainingEvaluation
 from training.forward import block_loss
 from training.metrics import Window
-from training.objective import LossSums, Objective, Terms, batch_gamma, curriculum
+from training.objective import Objective, Terms, batch_gamma, curriculum
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -87,19 +88,19 @@ class DrafterTrainer(Trainer):
         sum(numerators) / sum(weights) of the step."""
         batch = Batch(**inputs)
         sums = block_loss(model, self.model, self.objective, batch, self.lambda_now(), self.train_dataset.source)
-        self._check_finite(sums, batch.ids)
+        self._finite.append((batch.ids, torch.isfinite(sums.numerator.detach())))
         self.window.add(sums.statistics_KT, batch)
         weight = num_items_in_batch.clamp(min=1e-6).to(sums.numerator.dtype)
         # DeepSpeed and DDP average gradients over ranks, hence the factor.
         return sums.numerator * (self.accelerator.num_processes / weight)
 
-    def _check_finite(self, sums: LossSums, ids: list[str]) -> None:
+    def _stop_if_not_finite(self) -> None:
         """Stops before the update if any micro-batch of the step, on any rank, has a non-finite loss.
 
-        Looked at once a step, before the last backward, because reading the flag waits for the device.
+        Reading the flags waits for the device, so that it is left to the end of the step, where the gradient norm is
+        read anyway.
         """
-        self._finite.append((ids, torch.isfinite(sums.numerator.detach())))
-        if not self.accelerator.gradient_state.sync_gradients:
+        if not self._finite:
             return
         bad_flags = torch.stack([~flag for _, flag in self._finite])
         if self.accelerator.reduce(bad_flags.sum(), "sum") > 0:
@@ -110,11 +111,16 @@ class DrafterTrainer(Trainer):
             )
         self._finite = []
 
+    def _get_grad_norm(self, model, grad_norm=None):
+        # DeepSpeed leaves an update out by itself when gradients are not finite: no optimizer is called then.
+        self._stop_if_not_finite()
+        return super()._get_grad_norm(model, grad_norm)
+
     # ---- data ----
     def _prepare_inputs(self, inputs: dict) -> dict:
         """To this rank's device as they are: under bf16 transformers would round the slot weights too (TRAPS 26)."""
-        device = self.args.device
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        to = dict(device=self.args.device, non_blocking=True)
+        return {name: value.to(**to) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
     def _run_epoch(self, *args, epoch: int, **kwargs):
         # Set here and not through the data loader: accelerate forwards set_epoch to the data set on one rank only.
@@ -123,7 +129,12 @@ class DrafterTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*args, epoch=epoch, **kwargs)
+        # The last moment before weights change, whoever calls the optimizer: DeepSpeed does inside the backward pass.
+        guard = register_optimizer_step_pre_hook(lambda *_: self._stop_if_not_finite())
+        try:
+            super()._run_epoch(*args, epoch=epoch, **kwargs)
+        finally:
+            guard.remove()
 
     def get_batch_samples(self, *args, **kwargs):
         with self.window.timed("loading"):
