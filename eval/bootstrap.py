@@ -76,6 +76,18 @@ def mean(figures: Sequence[Resampled]) -> Resampled:
     return Resampled(np.mean([figure.values_S for figure in figures], axis=0), prompts)
 
 
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's correction for several tests of one family (Holm 1979): the least level at which all of them together
+    would reject each, in the same order. None, for what was not tested, stays None and counts as no test."""
+    tested = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, place) in enumerate(tested):
+        largest = max(largest, min(1.0, (len(tested) - rank) * p))
+        corrected[place] = largest
+    return corrected
+
+
 def draws(prompts: int, seed: int, benchmark: str = "", resamples: int = RESAMPLES) -> np.ndarray:
     """How often each prompt counts, float64 [S, P]: once in the first row, as drawn with replacement in the others."""
     rng = np.random.default_rng([seed, zlib.crc32(benchmark.encode())])

@@ -41,8 +41,8 @@ def markdown(results: dict) -> str:
     for temperature in tables.temperatures(results):
         text = tables.time_table(results, temperature)
         parts += _section(f"5. Where a round's time goes, temperature {temperature:g}", text, command)
-    parts += _section("Sweeps", tables.sweep_tables(results), command, 3)
-    parts += _section("6. Throughput against concurrency", tables.throughput_table(results), f"{_LOAD}\n{command}")
+    parts += _section("Sweeps", tables.sweep_tables(results), f"{_SWEPT}\n{command}", 3)
+    parts += _section("6. Throughput against concurrency", tables.throughput_tables(results), f"{_LOAD}\n{command}")
     parts += _section("Divergences from the autoregressive text", tables.divergence_table(results), _NEAR)
     parts.append(budget_table(settings.get("budget_choice")))
     parts.append("## Settings\n\n" + settings_lines(settings))
@@ -50,8 +50,13 @@ def markdown(results: dict) -> str:
 
 
 _BOLD = (
-    "Bold: the 95 % interval excludes 0. The intervals are not corrected for the number of pairs; a dash stands for "
-    "that of a single prompt.\n"
+    "p: paired bootstrap over prompts, two-sided, after Holm's correction for all pairs of a column; bold: p <= 0.05. "
+    "The intervals are 95 % each, not corrected; a dash stands for that of a single prompt. P prompts that all agree "
+    "give no p below 2^(1-P), so that few prompts cannot make a long column bold. Trees of different B are no pair.\n"
+)
+_SWEPT = (
+    "Nodes a round: draft tokens sent to the target. dartree_pruned keeps at most W nodes at each position of the "
+    "draft, so that a B above W x positions adds nothing to it, while ddtree fills any B.\n"
 )
 _NEAR = (
     "A near tie: both tokens lie within the rounding of the run's dtype of the highest logit. The gap is recomputed in "
@@ -60,8 +65,9 @@ _NEAR = (
 
 _LOAD = (
     "Intervals: tau by bootstrap over the prompts. A run's throughput belongs to all its prompts together, since they "
-    "wait for each other, so that it cannot be resampled by prompt: a speed-up has an interval (Student's t over the "
-    "runs) from two `concurrency_runs` on, and none for one.\n"
+    "wait for each other, so that it cannot be resampled by prompt: speed and speed-up have intervals (Student's t "
+    "over the runs) from two runs on (`--concurrency_runs 3`), and none for one. Requests: the first turns of the "
+    "first `concurrency_prompts` prompts.\n"
 )
 
 
@@ -81,7 +87,8 @@ def _section(title: str, text: str, note: str = "", level: int = 2) -> list[str]
 def _benchmark(results: dict, name: str, temperature: float) -> str:
     asked = [b for b in results["benchmarks"] if b["benchmark"] == name]
     source = [
-        f"{b['prompts']} prompts of {b['source']}, {b['answers']} answers; {b['skipped']} prompts skipped.\n"
+        f"{b['prompts']} prompts of {b['source']}, {b['answers']} answers; {b['skipped']} prompts skipped; "
+        f"{b['turns_dropped']} of their turns could not be asked (too long by then, or refused by the chat template).\n"
         for b in asked
     ]
     return "\n".join(

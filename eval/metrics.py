@@ -96,7 +96,10 @@ def peak_memory(generations: Sequence[Generation]) -> float | None:
 
 
 def ms_per_round_total(generations: Sequence[Generation]) -> float | None:
-    """All decoding time over the number of rounds; above the sum of the parts by the drafter's prefill and the loop."""
+    """All decoding time over the number of rounds; above the sum of the parts by the loop.
+
+    The drafter's prefill of a request decoded alone lies in its first draft, and so in the part `draft`.
+    """
     decoded = with_rounds(generations)
     rounds = sum(len(g.rounds) for g in decoded)
     return 1000 * sum(g.seconds for g in decoded) / rounds if rounds else None

@@ -12,7 +12,8 @@ AR = "ar"
 SAMPLE_MATCH, REJECTION = "sample-match", "rejection"
 FIXED = "fixed"  # the policy of a budget that decoding does not change
 PARTS = ("draft", "tree", "verify", "commit")  # of a round
-MAIN, SWEEP = "main", "sweep"  # phases of an evaluation
+MAIN, SWEEP = "main", "sweep"  # phases of an evaluation; a sweep's name goes on with a hash of its points
+AVERAGE = "average"  # stands for a benchmark where the row is over all of them; no benchmark may have this name
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Generation:
         stop: "eos" or "length".
         seconds: from the end of the target's prefill to the last token, the drafter's prefill and first draft inside.
         target_forwards: forwards of the target, the prefill included; always len(rounds) + 1.
-        phase: "main", or "sweep" for an answer that belongs to a sweep and its own AR baseline.
+        phase: "main", or "sweep-" and a hash for an answer that belongs to a sweep and its own AR baseline.
         peak_memory_gb: largest memory of the process while it decoded, None where the system does not tell.
     """
 

@@ -14,10 +14,9 @@ from . import bootstrap, metrics
 from .bootstrap import Figures, Resampled
 from .decoding.proposals import TREES
 from .plans import labels, unique
-from .records import AR, FIXED, MAIN, Divergence, Generation, Plan
+from .records import AR, AVERAGE, FIXED, MAIN, Divergence, Generation, Plan
 
 SCHEMA_VERSION = 2
-AVERAGE = "average"  # stands for a benchmark in `differences`
 
 
 @dataclass
@@ -79,7 +78,8 @@ def build_results(
         settings: `num_proposals` and `max_new_tokens` among them.
         divergences: one record for each greedy answer that differs from AR's.
         generate_speed: tokens a second of `target.generate`, by benchmark.
-        benchmarks: {benchmark, source, prompts, skipped} of each benchmark that was asked.
+        benchmarks: {benchmark, source, prompts, turns, skipped} of each benchmark that was asked; `turns` of these
+            prompts, whether they could be asked or not.
         sweeps: (knob, value, plan) of each point; their answers are those whose phase is not "main".
         concurrency: finished rows.
     """
@@ -136,7 +136,13 @@ def _temperatures(sections: Sequence[Section]) -> list[float]:
 def _benchmark_row(row: dict, sections: Sequence[Section]) -> dict:
     own = [section for section in sections if section.benchmark == row["benchmark"]]
     answers = {len(group) for section in own for group in section.answers.values()}
-    return {**row, "answers": max(answers, default=0), "left_out": sum(section.left_out for section in own)}
+    asked = [len(next(iter(section.answers.values()))) + section.left_out for section in own]
+    return {
+        **row,
+        "turns_dropped": sum(row["turns"] - turns for turns in asked),
+        "answers": max(answers, default=0),
+        "left_out": sum(section.left_out for section in own),
+    }
 
 
 class _Rows:
@@ -264,7 +270,10 @@ def _comparable(a: Plan, b: Plan) -> bool:
 
 
 def _pairs(benchmark: str, temperature: float, figures: dict, prompts: int, by_id: dict[str, Plan]) -> list[dict]:
-    """A row for each pair of plans that can be compared, AR apart: the speed-up is already a comparison with it."""
+    """A row for each pair of plans that can be compared, AR apart: the speed-up is already a comparison with it.
+
+    The pairs of one benchmark (or of the average) at one temperature are the family over which Holm corrects p.
+    """
     # DARTree stands on the left of a pair with anything else, so that a positive difference is in its favour.
     plans = sorted((plan for plan in figures if plan != AR), key=lambda plan: by_id[plan].method.startswith("dartree"))
     rows = []
@@ -288,6 +297,9 @@ def _pairs(benchmark: str, temperature: float, figures: dict, prompts: int, by_i
                 "speedup_p": speed and speed.p_value,
             }
         )
+    for figure in ("tau", "speedup"):
+        for row, corrected in zip(rows, bootstrap.holm([row[f"{figure}_p"] for row in rows]), strict=True):
+            row[f"{figure}_p_holm"] = corrected
     return rows
 
 

@@ -96,14 +96,17 @@ def ranged(value: float | None, interval: list[float] | None, unit: str = "") ->
     return f"{value:.2f}{unit} ({f'{interval[0]:.2f}–{interval[1]:.2f}' if interval else '-'})"
 
 
-def signed(value: float | None, interval: list[float] | None) -> str:
-    """A difference with its interval, a dash without one; bold where the interval excludes 0."""
+def signed(value: float | None, interval: list[float] | None, p: float | None) -> str:
+    """A difference in one cell: `+0.40 (+0.10 to +0.70), p 0.012`, or `+0.40 (-)` of a single prompt.
+
+    `p` is corrected for the other tests of the table; bold where it is at most 5 %.
+    """
     if value is None:
         return "-"
     if interval is None:
         return f"{value:+.2f} (-)"
-    text = f"{value:+.2f} ({interval[0]:+.2f} to {interval[1]:+.2f})"
-    return f"**{text}**" if interval[0] > 0 or interval[1] < 0 else text
+    text = f"{value:+.2f} ({interval[0]:+.2f} to {interval[1]:+.2f}), p {f'{p:.3f}' if p >= 0.001 else '<0.001'}"
+    return f"**{text}**" if p <= 0.05 else text
 
 
 def percent(value: float | None, digits: int = 0) -> str:

@@ -7,10 +7,8 @@ knobs do. throughput: with several requests at once. Rows are those of docs/resu
 
 from __future__ import annotations
 
-from .records import AR, PARTS
+from .records import AR, AVERAGE, FIXED, PARTS
 from .table import number, percent, ranged, rows_of, sections, signed, table
-
-AVERAGE = "average"
 
 
 def benchmark_names(results: dict, temperature: float) -> list[str]:
@@ -62,7 +60,7 @@ def main_tables(results: dict, temperature: float) -> str:
 
 
 def differences_tables(results: dict, temperature: float) -> str:
-    """Every pair of methods on every benchmark: differences in tau and in speed-up with 95 % intervals."""
+    """Pairs of methods on every benchmark: differences in tau and in speed-up with 95 % intervals and corrected p."""
     rows = [r for r in results["differences"] if r["temperature"] == temperature]
     if not rows:
         return ""
@@ -73,12 +71,9 @@ def differences_tables(results: dict, temperature: float) -> str:
         pairs.setdefault((row["a"], row["b"]), {})[row["benchmark"]] = row
     parts = []
     for figure, title in (("tau", "tau"), ("speedup", "speed-up")):
+        keys = [f"{figure}_{part}" for part in ("difference", "interval", "p_holm")]
         body = [
-            [f"{labels[a]} - {labels[b]}"]
-            + [
-                signed(own[c][f"{figure}_difference"], own[c][f"{figure}_interval"]) if c in own else "-"
-                for c in columns
-            ]
+            [f"{labels[a]} - {labels[b]}", *(signed(*map(own[c].get, keys)) if c in own else "-" for c in columns)]
             for (a, b), own in pairs.items()
         ]
         parts += [f"Differences in {title}:\n", table(["pair", *columns], body)]
@@ -90,7 +85,8 @@ def mechanism_table(results: dict) -> str:
     head = ["benchmark", "T", "method", "tau", "ms a round", "of it tree", "share of tree", "speed-up"]
     body = []
     for benchmark, temperature in sections(results):
-        rows = rows_of(results, "summary", benchmark, temperature)
+        # Under another policy `budget` is the largest tree, not the tree.
+        rows = [row for row in rows_of(results, "summary", benchmark, temperature) if row["policy"] == FIXED]
         serial = {row["budget"] for row in rows if row["method"] == "per_node_serial"}
         pair = [r for r in rows if r["method"] in ("dartree_pruned", "per_node_serial") and r["budget"] in serial]
         if len({row["method"] for row in pair}) < 2:
@@ -136,12 +132,14 @@ def acceptance_tables(results: dict, temperature: float) -> str:
         return ""
     depths = list(range(1, max(len(r["acceptance_by_position"]) for r in rows) + 1))
     parts = []
-    for key, title in (
-        ("conditional", "Accepted at a draft position, given that the positions before it were"),
-        ("survival", "Rounds that accept at least this many draft tokens"),
+    # Beyond the last position that a method reached, no round accepts so many, and no trial says how many would.
+    for key, title, beyond in (
+        ("conditional", "Accepted at a draft position, given that the positions before it were", "-"),
+        ("survival", "Rounds that accept at least this many draft tokens", "0.0 %"),
     ):
         body = [
-            [row["label"], *_padded([percent(point[key], 1) for point in row["acceptance_by_position"]], len(depths))]
+            [row["label"]]
+            + _padded([percent(point[key], 1) for point in row["acceptance_by_position"]], len(depths), beyond)
             + ([percent(row["whole_block_share"], 1)] if key == "survival" else [])
             for row in rows
         ]
@@ -156,7 +154,7 @@ def acceptance_tables(results: dict, temperature: float) -> str:
     return "\n".join(parts)
 
 
-def _padded(cells: list[str], length: int, filler: str = "-") -> list[str]:
+def _padded(cells: list[str], length: int, filler: str) -> list[str]:
     return cells + [filler] * (length - len(cells))
 
 
@@ -182,11 +180,14 @@ def time_table(results: dict, temperature: float) -> str:
 
 
 def sweep_tables(results: dict) -> str:
-    """tau and speed against each knob that was swept."""
+    """tau and speed against each knob that was swept, and how often the text left AR's."""
     parts = []
     for knob in dict.fromkeys(row["sweep"] for row in results["sweeps"]):
         rows = [row for row in results["sweeps"] if row["sweep"] == knob]
-        head = [knob, "method", "tau", "speed-up", "tokens/s", "nodes", "tree ms", "verify ms", "all ms"]
+        head = [
+            knob, "method", "tau", "speed-up", "tokens/s", "nodes a round", "tree ms", "verify ms", "all ms",
+            "diverged", "near ties",
+        ]  # fmt: skip
         body = []
         for row in rows:
             split = row["ms_per_round"] or {}
@@ -195,7 +196,7 @@ def sweep_tables(results: dict) -> str:
                 + [ranged(row["speedup"], row["speedup_interval"], "x")]
                 + [number(row[key], 1) for key in ("tokens_per_second", "nodes_per_round")]
                 + [number(split.get(part), 1) for part in ("tree", "verify")]
-                + [number(row["ms_per_round_total"], 1)]
+                + [number(row["ms_per_round_total"], 1), number(row["diverged"], 0), number(row["near_ties"], 0)]
             )
         first = rows[0]
         title = f"{knob} on {first['benchmark']}, T={first['temperature']:g}, {first['prompts']} prompts:\n"
@@ -203,29 +204,37 @@ def sweep_tables(results: dict) -> str:
     return "\n".join(parts)
 
 
-def throughput_table(results: dict) -> str:
-    """Tokens a second, speed-up over AR at the same concurrency, and tau, by requests decoded at once."""
-    rows = results["concurrency"]
-    if not rows:
-        return ""
-    levels = sorted({row["concurrency"] for row in rows})
-    groups: dict[tuple, dict[int, dict]] = {}
-    for row in rows:
-        key = (row["benchmark"], row["temperature"], row["plan"])
-        groups.setdefault(key, {})[row["concurrency"]] = row
-    body = []
-    for (benchmark, temperature, _), own in groups.items():
-        label = next(iter(own.values()))["label"]
-        cells = [_throughput(own.get(level)) for level in levels]
-        body.append([benchmark, f"{temperature:g}", label, *cells])
-    return table(["benchmark", "T", "method", *(f"{level} at once" for level in levels)], body)
+def throughput_tables(results: dict) -> str:
+    """By requests decoded at once: speed against AR at the same concurrency, tau, and the memory of the caches."""
+    groups: dict[tuple, dict[str, dict[int, dict]]] = {}
+    for row in results["concurrency"]:
+        plans = groups.setdefault((row["benchmark"], row["temperature"]), {})
+        plans.setdefault(row["plan"], {})[row["concurrency"]] = row
+    parts = []
+    for (benchmark, temperature), plans in groups.items():
+        levels = sorted({level for own in plans.values() for level in own})
+        first = next(iter(next(iter(plans.values())).values()))
+        runs = "1 run" if first["runs"] == 1 else f"{first['runs']} runs"
+        head = ["method", *(f"{level} at once" for level in levels)]
+        parts.append(f"{benchmark}, T={temperature:g}: {first['requests']} requests, {runs} of each cell.\n")
+        for title, cell in (
+            ("Tokens a second, speed-up over AR at the same concurrency, tau:", _throughput),
+            ("Keys and values allocated by target and drafter, GB:", lambda row: number(row["kv_cache_gb"], 3)),
+        ):
+            body = [
+                [next(iter(own.values()))["label"], *(cell(own[n]) if n in own else "-" for n in levels)]
+                for own in plans.values()
+            ]
+            parts += [f"{title}\n", table(head, body)]
+    return "\n".join(parts)
 
 
-def _throughput(row: dict | None) -> str:
-    if row is None:
-        return "-"
+def _throughput(row: dict) -> str:
     tau = "" if row["method"] == AR else f", tau {ranged(row['tau_mean'], row['tau_interval'])}"
-    return f"{number(row['tokens_per_second'], 1)} tok/s, {ranged(row['speedup'], row['speedup_interval'], 'x')}{tau}"
+    tau += f", {row['diverged']} diverged ({row['near_ties']} near ties)" if row["diverged"] else ""
+    interval = row["tokens_per_second_interval"]
+    speed = number(row["tokens_per_second"], 1) + (f" ({interval[0]:.1f}–{interval[1]:.1f})" if interval else "")
+    return f"{speed} tok/s, {ranged(row['speedup'], row['speedup_interval'], 'x')}{tau}"
 
 
 def divergence_table(results: dict) -> str:

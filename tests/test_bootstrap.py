@@ -87,6 +87,12 @@ def test_p_value_is_never_below_what_so_many_prompts_can_show(prompts, expected)
     assert Resampled(np.ones(10_001), prompts).p_value == pytest.approx(expected)
 
 
+def test_holm_multiplies_by_the_tests_that_are_left_and_never_falls():
+    """Sorted: 0.01 x 4, 0.03 x 3, then 0.04 x 2 = 0.08, which may not be below 0.09, and 0.5 x 1."""
+    assert bootstrap.holm([0.01, 0.04, 0.03, None, 0.5]) == pytest.approx([0.04, 0.09, 0.09, None, 0.5])
+    assert bootstrap.holm([0.6, 0.7]) == [1.0, 1.0] and bootstrap.holm([None]) == [None] and bootstrap.holm([]) == []
+
+
 def test_one_prompt_has_no_interval_and_no_p_value():
     one = figures([response([3], "p0")])
     other = figures([response([1], "p0")])

@@ -41,7 +41,7 @@ def test_differences_are_paired_and_over_shared_prompts(tmp_path, capsys):
     assert [r["speedup"] for r in rows[:2]] == pytest.approx([9 / 1.5 / (12 / 3.0), 12 / 1.5 / (12 / 3.0)])
     assert compare.main(runs) == 0
     assert (
-        "| ddtree (B=4) | b | 3 | 4.00 (3.00–5.00) | **+1.00 (+1.00 to +1.00)** | 0.250 | 2.00 |"
+        "| ddtree (B=4) | b | 3 | 4.00 (3.00–5.00) | +1.00 (+1.00 to +1.00), p 0.500 | 2.00 |"  # 2 tests of p 1/4
         in capsys.readouterr().out
     )
 

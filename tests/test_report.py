@@ -5,12 +5,13 @@ import json
 import pytest
 
 from data.settings import RunConfig
-from eval import report, tables
+from eval import report, run_eval, tables
 from eval.document import headline, markdown
-from eval.records import Generation, Plan
+from eval.records import Divergence, Generation, Plan
 from eval.results import build_results
+from evaluation_runs import save_run, write_benchmark
 from made_up import plan_of, response
-from test_results import PRUNED, SETTINGS, full_results, sample
+from test_results import DDTREE, PRUNED, SERIAL, SETTINGS, full_results, sample
 from tiny import tiny_drafter, tiny_target
 
 
@@ -34,14 +35,19 @@ def test_report_files(tmp_path):
     assert (tmp_path / "summary.md").read_text() == headline(results)
 
 
-def test_plots_of_one_benchmark_bear_its_name_and_throughput_has_its_own(tmp_path):
+@pytest.mark.parametrize(("runs", "interval"), [(1, None), (2, [1.5, 2.5])])
+def test_plots_of_one_benchmark_bear_its_name_and_throughput_has_its_own(tmp_path, runs, interval):
     rows = [
         {
             **results_row,
             "concurrency": c,
+            "runs": runs,
+            "requests": 5,
             "tokens_per_second": 10.0 * c,
+            "tokens_per_second_interval": interval and [9.0 * c, 11.0 * c],
             "speedup": 2.0,
-            "speedup_interval": None,
+            "speedup_interval": interval,
+            "kv_cache_gb": 0.25 * c,
             "tau_mean": 3.0,
             "tau_interval": [2.5, 3.5],
         }  # fmt: skip
@@ -53,11 +59,19 @@ def test_plots_of_one_benchmark_bear_its_name_and_throughput_has_its_own(tmp_pat
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == [
         f"{kind}-builtin-t0.png" for kind in ("acceptance", "speed", "throughput", "time")
     ]
-    table = tables.throughput_table(results)
-    cells = [f"{speed} tok/s, 2.00x (-), tau 3.00 (2.50–3.50)" for speed in ("10.0", "40.0")]
-    assert f"| builtin | 0 | dartree_pruned (B=4) | {' | '.join(cells)} |" in table
-    assert "cannot be resampled by prompt" in (tmp_path / "report.md").read_text()
-    assert "| method | 1 at once | 4 at once |" in table and "| ar | 10.0 tok/s, 2.00x (-) |" in table
+    table = tables.throughput_tables(results)
+    spans = ("", "", "-") if runs == 1 else (" (9.0–11.0)", " (36.0–44.0)", "1.50–2.50")
+    cells = [
+        f"{speed}{span} tok/s, 2.00x ({spans[2]}), tau 3.00 (2.50–3.50)"
+        for speed, span in zip(("10.0", "40.0"), spans[:2], strict=True)
+    ]
+    assert f"| dartree_pruned (B=4) | {' | '.join(cells)} |" in table
+    assert f"builtin, T=0: 5 requests, {'1 run' if runs == 1 else '2 runs'} of each cell." in table
+    assert "| dartree_pruned (B=4) | 0.250 | 1.000 |" in table
+    report_text = (tmp_path / "report.md").read_text()
+    assert "cannot be resampled by prompt" in report_text and "`--concurrency_runs 3`" in report_text
+    assert "| method | 1 at once | 4 at once |" in table
+    assert f"| ar | 10.0{spans[0]} tok/s, 2.00x ({spans[2]}) |" in table
 
 
 def test_main_table_is_methods_by_benchmarks_with_an_average():
@@ -95,12 +109,19 @@ def test_report_has_every_section_with_its_command():
     assert rows and "| 4.00 | 4.00 to 4.00 | 4.0 |" in rows[0]
 
 
-def test_differences_are_bold_where_the_interval_excludes_zero():
+def test_differences_are_bold_where_p_is_small_among_all_pairs_of_the_column():
     results, _ = full_results()
     text = tables.differences_tables(results, 0.0)
     tau, speed = lines_of(text, "dartree_pruned (B=4) - ddtree (B=4)")
-    assert tau.split("|")[2] == " **+1.00 (+1.00 to +1.00)** " and speed.split("|")[2] == " **+2.00 (+2.00 to +2.00)** "
     assert lines_of(text, "pair")[0] == "| pair | builtin | other | average |"
+    # Six prompts that agree: p is 2^-5; three in the other benchmark: 2^-2; nine in the average: 2^-8.
+    bold = "**+{0:.2f} (+{0:.2f} to +{0:.2f}), p 0.031**"
+    assert tau.split("|")[2].strip() == bold.format(1) and speed.split("|")[2].strip() == bold.format(2)
+    assert tau.split("|")[3].strip() == "+1.00 (+1.00 to +1.00), p 0.250" and "p 0.004**" in tau.split("|")[4]
+    # Another method at the same temperature: three pairs, p is three times as large, and nothing is proved.
+    more = sample((0.0,)) + [response([0, 0, 1], f"p{n}", plan=SERIAL) for n in range(6)]
+    text = tables.differences_tables(build_results(more, SETTINGS), 0.0)
+    assert lines_of(text, "dartree_pruned (B=4) - ddtree")[0].split("|")[2].strip() == bold.format(1)[2:-9] + "p 0.094"
     rows = [response([n % 3], f"p{n}", plan=p) for n in range(6) for p in (Plan("ar"), plan_of("dflash_chain"))]
     rows += [response([(n + 1) % 3], f"p{n}", plan=PRUNED) for n in range(6)]
     text = tables.differences_tables(build_results(rows, SETTINGS), 0.0)
@@ -111,6 +132,8 @@ def test_mechanism_compares_at_equal_budgets_only():
     serial = plan_of("per_node_serial")
     rows = sample((0.0,)) + [response([3, 1], f"p{n}", plan=serial, seconds=4.0) for n in range(6)]
     rows += [response([1], f"p{n}", plan=Plan("dartree_pruned", 12)) for n in range(6)]
+    # A policy's budget is the most that it may use.
+    rows += [response([1], f"p{n}", plan=plan_of("dartree_pruned", policy="cost-aware")) for n in range(6)]
     text = tables.mechanism_table(build_results(rows, SETTINGS))
     body = [line for line in text.splitlines() if line.startswith("| builtin")]
     assert len(body) == 2 and "B=12" not in text
@@ -140,6 +163,28 @@ def test_acceptance_by_position_whole_blocks_and_histogram():
     assert survival == "| dartree_pruned (B=4) | 75.0 % | 75.0 % | 25.0 % | 25.0 % | 25.0 % |"
     assert histogram == "| dartree_pruned (B=4) | 25.0 % | 0.0 % | 50.0 % | 0.0 % | 25.0 % |"
     assert not lines_of(text, "ar")
+    # A method that went no further than one position accepted no round beyond it, and was never tried there.
+    rows.append(response([0, 0, 0, 0], "p0", plan=DDTREE))
+    conditional, survival, histogram = lines_of(tables.acceptance_tables(build_results(rows, SETTINGS), 0.0), "ddtree")
+    assert conditional == "| ddtree (B=4) | 0.0 % | - | - | - |"
+    assert survival == "| ddtree (B=4) | 0.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % |"
+    assert histogram == "| ddtree (B=4) | 100.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % |"
+
+
+def test_sweeps_show_nodes_and_divergences():
+    rows = []
+    for n in range(2):
+        rows.append(response([0] * 3, f"p{n}", "ar", seconds=6.0, phase="sweep-1"))
+        rows.append(response([2], f"p{n}", plan=PRUNED, seconds=1.5, phase="sweep-1"))
+    rows[1].tokens = [0, 1, 40, 3]  # explained by rounding
+    rows[3].tokens = [0, 41, 2, 3]
+    near = Divergence("p0", PRUNED.method, 2, 2, 40, 1e-5, 1e-4, True, "builtin", 0, PRUNED.id, "sweep-1")
+    results = build_results(rows, SETTINGS, [near], sweeps=[("budget", 4, PRUNED)])
+    text = tables.sweep_tables(results)
+    assert "| tokens/s | nodes a round | tree ms | verify ms | all ms | diverged | near ties |" in text
+    assert (
+        "| 4 | dartree_pruned | 3.00 (3.00–3.00) | 4.00x (4.00–4.00) | 2.0 | 4.0 | 2.0 | 3.0 | 1500.0 | 2 | 1 |" in text
+    )
 
 
 def test_time_split_names_what_is_left_over():
@@ -204,3 +249,16 @@ def test_settings_say_what_was_measured_and_where(tmp_path):
 def test_headline_of_one_benchmark_is_its_measured_table(prompts):
     text = headline(build_results(sample((0.0,), prompts=prompts), SETTINGS))
     assert f"| dartree_pruned | 4 | {prompts} | 3.00 |" in text and "distinct 4-gram ratio" in text
+
+
+def test_turns_that_cannot_be_asked_are_counted_in_the_results_and_in_the_report(tmp_path):
+    rows = [{"turns": ["count to ten.", "a fox and a dog " * 60, "and then?"]}, {"turns": ["what is a fox?"]}]
+    benchmark = write_benchmark(tmp_path / "long.jsonl", rows)
+    options = dict(methods=["dflash_chain"], max_new_tokens=4, temperatures=[0.0, 1.0], trace_prompts=0)
+    config, folder = save_run(tmp_path, benchmark, **options)
+    assert run_eval.main([config]) == 0
+    (asked,) = json.loads((folder / "results.json").read_text())["benchmarks"]
+    # The second turn is too long, and so there is no third: twice, as there are two temperatures.
+    counts = ("prompts", "turns", "answers", "skipped", "turns_dropped", "left_out")
+    assert [asked[key] for key in counts] == [2, 4, 2, 0, 4, 0]
+    assert "2 answers; 0 prompts skipped; 4 of their turns could not be asked" in (folder / "report.md").read_text()

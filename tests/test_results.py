@@ -34,7 +34,9 @@ def full_results():
     rows += [response([0] * 6, f"p{n}", "ar", seconds=6.0, phase="sweep-1") for n in range(2)]
     rows += [response([n], f"p{n}", plan=p, phase="sweep-1") for n in range(2) for p in swept]
     near = Divergence("p0", "ddtree", 1, 0, 7, 1e-5, 1e-4, True, "builtin", 0, DDTREE.id)
-    asked = [{"benchmark": name, "source": name, "prompts": 6, "skipped": 0} for name in ("builtin", "other")]
+    asked = [
+        {"benchmark": name, "source": name, "prompts": 6, "turns": 6, "skipped": 0} for name in ("builtin", "other")
+    ]
     points = [("budget", p.budget, p) for p in swept]
     return build_results(rows, SETTINGS, [near], 0, {"builtin": 1.25}, asked, points), rows
 
@@ -89,10 +91,12 @@ def test_summary_has_the_right_figures():
 
 def test_every_plan_is_averaged_over_the_same_answers():
     rows = [g for g in sample((0.0,)) if not (g.prompt_id == "p5" and g.plan == DDTREE)]
-    asked = [{"benchmark": "builtin", "source": "builtin", "prompts": 6, "skipped": 0}]
+    asked = [{"benchmark": "builtin", "source": "builtin", "prompts": 6, "turns": 8, "skipped": 0}]
     results = build_results(rows, SETTINGS, benchmarks=asked)
     assert {r["answers"] for r in results["summary"]} == {5}
-    assert (results["benchmarks"][0]["answers"], results["benchmarks"][0]["left_out"]) == (5, 1)
+    # Eight turns, of which two were never asked and one was not answered by DDTree.
+    asked = results["benchmarks"][0]
+    assert (asked["answers"], asked["left_out"], asked["turns_dropped"]) == (5, 1, 2)
     # An answer that one plan ended in its first token has no round there: it counts in nobody's tau.
     rows = sample((0.0,))
     empty = next(g for g in rows if g.prompt_id == "p1" and g.plan == PRUNED)
@@ -125,20 +129,26 @@ def test_dartree_stands_on_the_left_of_a_difference_and_every_pair_is_there():
     row = pairs[PRUNED.id, DDTREE.id]
     assert row["tau_difference"] == pytest.approx(1.0) and row["tau_interval"] == pytest.approx([1.0, 1.0])
     assert row["speedup_difference"] == pytest.approx(2.0) and row["tau_p"] == row["speedup_p"] == 2**-5
+    # Three pairs in one table: the serial heap is as good and as fast as DDTree, and DARTree better than both.
+    for figure in ("tau", "speedup"):
+        found = {pair: (d[f"{figure}_p"], d[f"{figure}_p_holm"]) for pair, d in pairs.items()}
+        assert found[SERIAL.id, DDTREE.id] == (1.0, 1.0)
+        assert found[PRUNED.id, SERIAL.id] == found[PRUNED.id, DDTREE.id] == (2**-5, 3 * 2**-5)
 
 
 def test_a_single_prompt_has_null_intervals_and_dashes_in_the_report(tmp_path):
     rows = sample((0.0,), prompts=1) + sample((0.0,), "other", prompts=3)
     results = build_results(rows, SETTINGS)
     report.write_report(str(tmp_path), results, rows)
-    keys = ("tau_interval", "speedup_interval", "tau_p", "speedup_p")
+    keys = ("tau_interval", "speedup_interval", "tau_p", "speedup_p", "tau_p_holm", "speedup_p_holm")
     for row in results["summary"] + results["averages"] + results["differences"]:
         alone = row.get("benchmark") != "other"
         assert all((row[key] is None) is alone for key in keys if key in row), row
     assert next(r for r in results["summary"] if r["method"] == "dartree_pruned")["tau_mean"] == 3.0
     text = (tmp_path / "report.md").read_text()
     assert "| dartree_pruned (B=4) | 3.00 (-) | 3.00 (3.00–3.00) | 3.00 (-) |" in text
-    assert "| dartree_pruned (B=4) - ddtree (B=4) | +1.00 (-) | **+1.00 (+1.00 to +1.00)** | +1.00 (-) |" in text
+    # Three prompts that agree are no proof: p is 1/4.
+    assert "| dartree_pruned (B=4) - ddtree (B=4) | +1.00 (-) | +1.00 (+1.00 to +1.00), p 0.250 | +1.00 (-) |" in text
 
 
 def test_one_method_at_two_budgets_makes_two_rows_and_a_difference():
