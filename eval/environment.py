@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "transformers", "deepspeed", "datasets", "safetensors", "numpy")
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "deepspeed", "accelerate", "peft", "datasets", "safetensors", "numpy",
+)  # fmt: skip
 
 
 def hardware() -> dict:

@@ -27,6 +27,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from data.answers import make_folder, read_manifest
+from data.disk import written
 from data.fetch_target import resolve_target
 from data.settings import RunConfig, run_stage
 from models.checkpoint import Drafter, finished_drafter, load_drafter
@@ -78,8 +79,9 @@ def export(config: RunConfig) -> Path:
     # Written beside the output and renamed, so that an export is whole or absent.
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
-        write_export(temporary, drafter, target, source, config)
-        replace_folder(temporary, output)
+        with written(f"the export {output}"):
+            write_export(temporary, drafter, target, source, config)
+            replace_folder(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"export: {source} -> {output} (format {config.format}, {drafter.model.dtype})")

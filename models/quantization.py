@@ -38,3 +38,8 @@ def precision_name(dtype: torch.dtype, quantization: str = "none") -> str:
     """How results and answers name the target's precision: answers of a quantised target are another target's."""
     name = str(dtype).removeprefix("torch.")
     return name if quantization == "none" else f"{name} with {quantization} weights"
+
+
+def quantization_of(precision: str) -> str:
+    """The value of the option `quantization` in what `precision_name` returned."""
+    return precision.partition(" with ")[2].removesuffix(" weights") or "none"

@@ -177,6 +177,32 @@ def test_the_head_comes_along_where_its_options_agree(tmp_path, target):
     assert torch.equal(other.head.output.weight, before) and torch.equal(other.fc.weight, public.model.fc.weight)
 
 
+@pytest.mark.parametrize("there, here", [(False, True), (True, False)])
+def test_a_confidence_head_that_differs_takes_no_correction_head_away(tmp_path, target, caplog, there, here):
+    """A run adds a confidence head to a trained drafter, or leaves it out."""
+    start = load_drafter(saved(tmp_path / "start", target, confidence_head=there))
+    model = tiny_drafter(target, seed=2, **SHARED, confidence_head=here).model
+    confidence = {name: value.clone() for name, value in model.state_dict().items() if "confidence" in name}
+    assert start_from(model, start, None)
+    own, theirs = model.state_dict(), start.model.state_dict()
+    assert len(confidence) == 2 * here and all(torch.equal(own[name], value) for name, value in confidence.items())
+    rest = own.keys() - confidence.keys()
+    assert "embed_proj.2.weight" in rest and all(torch.equal(own[name], theirs[name]) for name in rest)
+    assert ("the confidence head is new" in caplog.text) is here and "the head is new" not in caplog.text
+
+
+@pytest.mark.parametrize("with_markov", [False, True])
+def test_a_confidence_head_comes_along_beside_a_new_correction_head(tmp_path, target, with_markov):
+    """Unless it looks at that head's rows."""
+    shared = {**SHARED, "confidence_head": True, "confidence_with_markov": with_markov, "pure_draft_prefix_len": 0}
+    start = load_drafter(saved(tmp_path / "start", target, **shared, head_type="markov_vanilla"))
+    model = tiny_drafter(target, seed=2, **shared, head_type="markov_gated").model
+    output = model.head.output.weight.clone()
+    assert not start_from(model, start, None)
+    own, theirs = model.confidence_head.proj.weight, start.model.confidence_head.proj.weight
+    assert torch.equal(own, theirs) is not with_markov and torch.equal(model.head.output.weight, output)
+
+
 def test_a_start_comes_from_the_hub_and_may_hold_what_is_not_known_here(tmp_path, target, monkeypatch):
     folder = saved(tmp_path / "start", target)
     path = tmp_path / "start" / "config.json"

@@ -57,6 +57,11 @@ def test_published_recipes(recipe, size):
         learning_rate=6e-4, warmup_steps=0.04, lr_scheduler_type="cosine", max_grad_norm=1.0, weight_decay=0.0
     )
     training["num_train_epochs"] = EPOCHS[recipe]
+    # tau is measured about 30 to 60 times, where a checkpoint is saved anyway, at an eighth of the reported length.
+    training["eval_steps"] = {"dflash": 5000, "domino": 5000, "dspark": 1000}[recipe]
+    assert training["eval_steps"] % config.training["save_steps"] == 0
+    assert check_training_options(config, "cpu").eval_strategy == "steps"
+    assert (config.train_eval_prompts, config.train_eval_tokens, config.max_new_tokens) == (64, 256, 2048)
     assert {name: config.training[name] for name in training} == training
     assert tuple(config.target_layer_ids) == default_taps(36, 5)
     spec = DrafterSpec(

@@ -11,6 +11,7 @@ from data.answers import check_origin
 from data.batches import collate
 from data.feature_cache import FeatureCache, row_key
 from data.settings import load_config
+from models.quantization import precision_name
 from models.target import load_target
 from tiny import tiny_drafter
 from training.forward import block_loss
@@ -20,6 +21,7 @@ from training.slot_loss import Mixture
 from training_runs import answer_rows, write_run
 
 ROWS = answer_rows(7)
+QUANTIZATIONS = ("none", "bnb-int8", "bnb-nf4")
 TAPS = [0, 2]
 
 
@@ -115,6 +117,30 @@ def test_answers_asked_through_another_template_are_refused():
     check_origin({"settings": {"target_identity": "a", "template": "new"}}, now, "F")
     with pytest.raises(ValueError, match="F are those of chat template old, this run has new"):
         check_origin({"settings": {"target_identity": "a", "template": "old"}}, now, "F")
+
+
+@pytest.mark.parametrize("made", QUANTIZATIONS)
+@pytest.mark.parametrize("now", QUANTIZATIONS)
+def test_answers_of_a_quantised_target_are_anothers(made, now):
+    """Their taps train a drafter for it. The plain precision may differ."""
+    settings = {"target_identity": "a", "template": "t", "dtype": precision_name(torch.bfloat16, made)}
+    needed = {"target_identity": "a", "template": "t", "quantization": now}
+    if made == now:
+        check_origin({"settings": settings}, needed, "F")
+        return
+    with pytest.raises(ValueError, match=f"F are those of a target with quantization {made}, this run has {now}"):
+        check_origin({"settings": settings}, needed, "F")
+
+
+def test_of_a_row_of_several_ranks_the_longest_entry_counts(run):
+    """Rank 1 stored it under a smaller limit; an index that is read later must not hide the whole one."""
+    assert stage(run) == 0
+    cache, settings = cache_of(run)
+    whole = cache.get(ROWS[0])[0].clone()
+    cut = features.FeatureWriter(cache.folder, None, rank=1)
+    cut.write({row_key(ROWS[0]): whole[:5] + 1}, {row_key(ROWS[0]): whole[:5, :32]})
+    cache, _ = cache_of(run)
+    assert not cache.missing(ROWS) and torch.equal(cache.get(ROWS[0])[0], whole)
 
 
 def test_an_answer_written_anew_is_another_row(run):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from data import answers, regenerate
 from data.answers import AnswerRow, read_answers, read_rows
@@ -269,6 +270,33 @@ def test_a_hub_targets_identity_is_its_commit_in_the_cache(tmp_path, monkeypatch
     (folder / "snapshots" / commit).mkdir(parents=True)
     (folder / "snapshots" / commit / "config.json").write_text('{"auto_map": {"AutoConfig": "code.Config"}}')
     assert answers.target_identity("org/model") == f"org/model@{commit}"
+
+
+def identity_of(folder, **changed):
+    """Identity of a model of eight tensors of 256 KiB each, some of them replaced."""
+    folder.mkdir(parents=True)
+    tensors = {f"layers.{i}.weight": torch.full((256, 256), float(i)) for i in range(8)} | {"norm": torch.ones(7)}
+    save_file(tensors | changed, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text("{}")
+    return answers.target_identity(str(folder))
+
+
+def test_a_targets_identity_changes_with_any_one_tensor(tmp_path):
+    """A fine-tune may touch a few projections in the middle of the file only. The place of the folder is no matter."""
+    base = identity_of(tmp_path / "base")
+    assert identity_of(tmp_path / "copy") == base
+    changed = {f"layers.{i}.weight": torch.full((256, 256), i + 0.5) for i in range(8)} | {"norm": torch.zeros(7)}
+    changed |= {"layers.8.weight": torch.ones(2, 2)}
+    others = {name: identity_of(tmp_path / "other" / name, **{name: value}) for name, value in changed.items()}
+    assert len({base, *others.values()}) == 1 + len(changed) == 11
+
+
+@pytest.mark.parametrize("content", [b"", b"0123456", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"])
+def test_a_file_that_is_no_safetensors_has_no_identity(tmp_path, content):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="model.safetensors is no safetensors file"):
+        answers.target_identity(str(tmp_path))
 
 
 def test_user_mistakes_are_one_line(run, tmp_path, capsys):

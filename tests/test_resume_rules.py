@@ -1,26 +1,30 @@
-"""What may change when a run continues, what is refused by name, and what a refused write leaves behind."""
+"""What may change when a run continues, and what is refused by name."""
 
 import json
 import os
 import re
-import resource
+import shutil
+import subprocess
 import time
+from dataclasses import replace
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from data.answers import target_identity
 from data.settings import RunConfig, StageError, load_config
-from models.checkpoint import load_drafter
 from models.drafter import DFlashDraftModel
 from tiny import MASK, tiny_drafter, tiny_target
-from trainers import make_trainer
 from training import operators, train_drafter
-from training.checkpoints import PROVENANCE, RUN_FILE, newest_checkpoint, saving, write_json
+from training.checkpoints import (
+    PROVENANCE,
+    RUN_FILE,
+    check_same_run,
+    semantic_options,
+    write_json,
+)
 from training.plan import prepare
 from training.resume import changes
-from training_runs import answer_rows, write_run
+from training_runs import ROOT, answer_rows, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +68,9 @@ def interrupt(folder, **options):
         ("packing", False, True),
         ("max_row_length", 640, 30),
         ("learning_rate", 0.01, 0.02),
+        ("dataloader_drop_last", False, True),
+        ("optim_args", None, "a=1"),
+        ("accelerator_config", None, {"split_batches": True}),
     ],
 )
 def test_a_changed_semantic_option_is_refused_by_name_with_both_values(interrupted, option, before, value):
@@ -130,6 +137,71 @@ def test_what_only_the_stored_run_says_is_compared_with_the_default(interrupted,
         write_json(checkpoint.parent / RUN_FILE, content)
 
 
+def test_another_quantization_is_refused(interrupted):
+    """Hidden states of a quantised target are another's. A run from before the option had none."""
+    plan = prepare(load_config(str(interrupted[0])))
+    now, stored = dict(plan.semantic), dict(plan.semantic)
+    assert stored.pop("quantization") == "none"
+    check_same_run(stored, now, "F")
+    config = replace(plan.config, quantization="bnb-nf4")
+    quantised = semantic_options(config, plan.arguments, plan.spec.target_layer_ids, 1, answer_rows(8))
+    for before in (stored, now):
+        with pytest.raises(ValueError, match=r"F belongs .*\(quantization was none, is bnb-nf4\)"):
+            check_same_run(before, quantised, "F")
+
+
+def test_options_from_before_they_existed_had_transformers_defaults(interrupted):
+    now = prepare(load_config(str(interrupted[0]))).semantic
+    new = ("dataloader_drop_last", "optim_args", "accelerator_config")
+    check_same_run({name: value for name, value in now.items() if name not in new}, now, "F")
+
+
+def engine(path, **changed):
+    """The DeepSpeed JSON with other contents. Returns its path."""
+    content = json.loads((ROOT / "configs/deepspeed/zero1.json").read_text())
+    path.write_text(json.dumps(content | changed))
+    return str(path)
+
+
+def test_the_contents_of_the_deepspeed_json_are_said(interrupted, tmp_path, capsys):
+    """Its name may change, what it holds is told value by value; an optimizer of its own is another run."""
+    config = interrupted[0]
+    prepare(load_config(str(config), {"deepspeed": engine(tmp_path / "same.json")}))
+    assert "continues with other settings" not in capsys.readouterr().out
+    zero = {"stage": 1, "overlap_comm": False, "contiguous_gradients": True, "reduce_bucket_size": 7}
+    types = {"grad_accum_dtype": "fp32"}
+    path = engine(tmp_path / "other.json", zero_optimization=zero, data_types=types)
+    prepare(load_config(str(config), {"deepspeed": path}))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "other settings" in line]
+    assert line.endswith(
+        ": deepspeed_json.data_types.grad_accum_dtype None -> fp32; "
+        "deepspeed_json.zero_optimization.allgather_bucket_size 50000000 -> None; "
+        "deepspeed_json.zero_optimization.reduce_bucket_size 50000000 -> 7"
+    )
+    path = engine(tmp_path / "adam.json", optimizer={"type": "Adam"})
+    with pytest.raises(ValueError, match=r"deepspeed_optimizer was None, is {'type': 'Adam'}"):
+        prepare(load_config(str(config), {"deepspeed": path}))
+
+
+def test_going_back_is_refused_while_later_checkpoints_are_there(tmp_path):
+    """They would win over the new run's own: at its next start, and when old checkpoints are deleted."""
+    config, earlier = interrupt(tmp_path)
+    folder = earlier.parent
+    for step in (10, 9):
+        shutil.copytree(earlier, folder / f"checkpoint-{step}")
+    for step in (10, 9, 2):
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    back = {"resume_from_checkpoint": str(earlier)}
+    with pytest.raises(ValueError) as caught:
+        prepare(load_config(str(config), back))
+    message, command = str(caught.value).split("; move them away first: ")
+    assert f"{folder} holds checkpoint-9, checkpoint-10 behind {earlier}" in message
+    assert prepare(load_config(str(config))).resume == str(folder / "checkpoint-10")
+    subprocess.run(command, shell=True, check=True)
+    assert prepare(load_config(str(config), back)).resume == str(earlier)
+    assert prepare(load_config(str(config))).resume == str(earlier)
+
+
 def test_another_global_batch_is_refused(interrupted):
     with pytest.raises(ValueError, match="batch_size_of_a_step was 4, is 8"):
         prepare(load_config(str(interrupted[0]), {"global_batch_size": 8}))
@@ -140,26 +212,30 @@ def test_operational_options_may_change_and_are_said_in_one_line(interrupted, ca
     assert prepare(load_config(str(config))).resume == str(checkpoint)
     assert "continues with other settings" not in capsys.readouterr().out
     options = dict(
-        dataloader_num_workers=2, per_device_train_batch_size=1, save_steps=7, loss_chunk=16, features="online"
-    )
+        dataloader_num_workers=2, per_device_train_batch_size=1, save_steps=7, loss_chunk=16, features="online",
+        trust_remote_code=True,
+    )  # fmt: skip
     plan = prepare(load_config(str(config), options))
     assert plan.resume == str(checkpoint)
     assert plan.arguments.per_device_train_batch_size == 1 and plan.arguments.gradient_accumulation_steps == 4
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "other settings" in line]
     assert line.startswith(f"train: {checkpoint} continues with other settings: ")
     for change in (
-        "dataloader_num_workers None -> 2",
+        "dataloader_num_workers 0 -> 2",
         "features auto -> online",
         "gradient_accumulation_steps 1 -> 4",
         "loss_chunk 32 -> 16",
         "per_device_train_batch_size 4 -> 1",
         "save_steps 100 -> 7",
+        "trust_remote_code False -> True",
     ):
         assert change in line
+    assert line.count(" -> ") == 7
 
 
 def test_changes_names_both_values():
-    assert changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b 2 -> 3", "c None -> 4"]
+    assert changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b 2 -> 3"]  # c did not exist yet
+    assert changes({"a": 1}, {"a": 1, "logging_steps": 3.0}) == ["logging_steps 500 -> 3"]
     assert changes({}, {"a": 1}) == []  # written before operational options were
 
 
@@ -177,62 +253,6 @@ def test_other_ranks_need_the_universal_form(interrupted, monkeypatch, capsys):
     assert plan.arguments.deepspeed["checkpoint"] == {"load_universal": True}
     assert plan.arguments.deepspeed["zero_optimization"]["stage"] == 1
     assert "world_size 1 -> 2 through DeepSpeed's universal form, which is not bit for bit" in capsys.readouterr().out
-
-
-def write_with_torch(path):
-    torch.save({"a": torch.ones(1000)}, path)
-
-
-def write_with_safetensors(path):
-    save_file({"a": torch.ones(1000)}, path)
-
-
-def write_text(path):
-    with open(path, "w") as file:
-        file.write("x" * 10000)
-
-
-@pytest.mark.parametrize("write", [write_with_torch, write_with_safetensors, write_text])
-def test_every_refused_write_is_understood(write, tmp_path):
-    """A limit of the file size refuses bytes as a full disk does; each library has an error of its own for it."""
-    staged = tmp_path / "unfinished" / "checkpoint-4"
-    staged.mkdir(parents=True)
-    (tmp_path / "checkpoint-2").mkdir()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(StageError) as caught, saving(str(tmp_path), 4):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-        try:
-            write(str(staged / "file"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "checkpoint 4 could not be saved (" in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).endswith(f"the run continues from {tmp_path / 'checkpoint-2'}")
-    assert not (tmp_path / "unfinished").exists()
-
-
-def test_a_fault_of_ours_is_no_full_disk(tmp_path):
-    with pytest.raises(RuntimeError, match="size mismatch"), saving(str(tmp_path), 4):
-        raise RuntimeError("size mismatch")
-
-
-def test_a_full_disk_loses_the_unfinished_save_only(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
-    trainer.provenance = {"git_commit": "abc"}
-    write = type(trainer)._save_optimizer_and_scheduler
-
-    def full(self, folder):
-        if self.state.global_step == 4:
-            raise OSError(28, "No space left on device")
-        write(self, folder)
-
-    monkeypatch.setattr(type(trainer), "_save_optimizer_and_scheduler", full)
-    with pytest.raises(StageError, match=r"checkpoint 4 could not be saved \(.*No space left on device\)"):
-        trainer.train()
-    newest = newest_checkpoint(str(tmp_path / "checkpoints"))
-    assert newest == str(tmp_path / "checkpoints" / "checkpoint-2")
-    load_drafter(newest)
-    provenance = json.loads((tmp_path / "checkpoints" / "checkpoint-2" / PROVENANCE).read_text())
-    assert provenance == {"git_commit": "abc", "step": 2}
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device", "/f"), StageError("checkpoint 4 could\nnot")])

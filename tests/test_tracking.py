@@ -1,12 +1,16 @@
 """Where wandb keeps a run, and that no account is needed."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
+import wandb
 
 from data.settings import RunConfig
+from trainers import logged, make_trainer
 from training.curves import PANELS, _matching
-from training.tracking import prepare_wandb
+from training.evaluation import Example
+from training.tracking import Tracking, prepare_wandb
 
 
 @pytest.fixture
@@ -48,6 +52,26 @@ def test_an_account_or_a_mode_of_the_users_is_respected(bare, where):
         host = "api.wandb.ai" if where == "netrc" else "elsewhere.org"
         (folder / "netrc").write_text(f"machine {host} login user password x\n")
     assert mode(config) == {"key": None, "netrc": None, "mode": "disabled", "other host": "offline"}[where]
+
+
+@pytest.mark.parametrize(
+    "error", [wandb.errors.CommError("Run initialization has timed out\nafter 90 s"), ConnectionError("no route")]
+)
+def test_a_run_goes_on_where_wandb_cannot_start(bare, tmp_path, capsys, error):
+    def refused(**options):
+        raise error
+
+    _, monkeypatch, _ = bare
+    monkeypatch.setattr(wandb, "init", refused)
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    evaluation = SimpleNamespace(examples=[Example(1, "a", 1, "b", "c", "d")])
+    trainer = make_trainer(tmp_path, max_steps=3, save_strategy="steps", save_steps=2)
+    trainer.add_callback(Tracking({}, evaluation))
+    trainer.train()
+    trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, {"eval_tau": 1.0})
+    assert len(logged(trainer)) == 3
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "wandb" in line]
+    assert line == f"train: wandb cannot start ({' '.join(str(error).split())}); the run goes on without it"
 
 
 def test_curves_are_sorted_into_their_panels():

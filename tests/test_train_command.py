@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from training.arguments import check_training_options, set_threads, spread_batch
 from training.checkpoints import check_same_run, publish, write_json
 from training.plan import label_agreement, prepare, sample_tokens
 from training.rows import TrainingRows
+from training.session import described
 from training_runs import ROOT, answer_rows, environment, free_port, run_ranks, write_run
 
 
@@ -288,3 +290,9 @@ def test_changed_options_are_named():
 def test_every_config_in_the_repository_parses():
     for path in sorted(Path(ROOT, "configs").glob("*.yaml")):
         check_training_options(load_config(str(path)), "cpu")
+
+
+def test_provenance_names_the_libraries_that_decide_a_result(made):
+    versions = described(prepare(load_config(str(made[0]))))["versions"]
+    for name in ("torch", "transformers", "tokenizers", "deepspeed", "accelerate", "peft", "datasets", "safetensors"):
+        assert versions[name] == version(name)

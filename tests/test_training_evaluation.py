@@ -149,6 +149,29 @@ def test_ranks_share_the_prompts_and_agree(target, asked):
     assert idle.requests == [] and idle(drafter.model, None, 1, lambda own: parts)["tau_dartree_pruned"] >= 1
 
 
+def test_its_own_length_and_whole_chains(target, asked):
+    """`train_eval_tokens` tokens of the same prompts; a threshold of `eval` neither cuts chains nor needs a head."""
+    drafter = tiny_drafter(target, block_size=4)
+    whole = TrainingEvaluation(RunConfig(**asked), target, drafter.model, 0, 1)
+    config = RunConfig(**asked, train_eval_tokens=4, confidence_threshold=0.9)
+    short = TrainingEvaluation(config, target, drafter.model, 0, 1)
+    assert [r.prompt_ids for _, r in short.requests] == [r.prompt_ids for _, r in whole.requests]
+    assert {r.max_new_tokens for _, r in short.requests} == {4} != {r.max_new_tokens for _, r in whole.requests}
+    assert short(drafter.model, None, 1, list)["equal_ar_domino_chain"] == 1.0
+    sure = tiny_drafter(target, block_size=4, confidence_head=True)
+    evaluations = [evaluating(RunConfig(**asked, confidence_threshold=t), target, sure.model) for t in (0.0, 1.0)]
+    plain, cut = (evaluation(sure.model, None, 1, list) for evaluation in evaluations)
+    assert {**plain, "seconds": 0} == {**cut, "seconds": 0}
+
+
+def test_keys_and_values_that_do_not_fit_are_refused_before_training(target, asked):
+    drafter = tiny_drafter(target, block_size=4)
+    with pytest.raises(ValueError, match=r"max_cache_gb 1e-05 holds .* for each of 5 requests at once"):
+        evaluating(RunConfig(**asked, max_cache_gb=1e-5), target, drafter.model)
+    # A rank without prompts has none to hold.
+    assert TrainingEvaluation(RunConfig(**asked, max_cache_gb=1e-5), target, drafter.model, 5, 6).requests == []
+
+
 def anything(*_):
     return [1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -12,10 +13,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from data.answers import target_identity
+from data.disk import written
 from data.settings import RunConfig, StageError
 from data.target_adapter import adapter_digest
 from models.formats.folder import local_folder
@@ -23,14 +25,13 @@ from training.arguments import zero_stage
 
 # Folder inside RUN/checkpoints for what is being written. Its name does not match `checkpoint-N`: nothing resumes it.
 UNFINISHED = "unfinished"
-_TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "unexpected pos")
 BEST = "best"
 RUN_FILE = "run.json"
 PROVENANCE = "provenance.json"
 
 # Options of ours that change what is learned. Where features come from, chunks and devices do not.
 OURS = (
-    "target seed block_size mask_token_id num_draft_layers shift_label head head_rank gru_hidden_dim "
+    "target quantization seed block_size mask_token_id num_draft_layers shift_label head head_rank gru_hidden_dim "
     "pure_draft_prefix_len draft_vocab_size init_from_target anchors_per_row loss_gamma lambda_start lambda_end "
     "lambda_horizon ce_weight kl_weight tv_weight enable_confidence_head confidence_head_with_markov confidence_weight "
     "confidence_detach position_weights dpace_alpha max_row_length packing"
@@ -39,7 +40,8 @@ OURS = (
 PARTIAL = "trainable lora_rank lora_alpha lora_dropout lora_targets".split()
 THEIRS = (
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_steps num_train_epochs weight_decay "
-    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim train_sampling_strategy data_seed"
+    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim optim_args train_sampling_strategy data_seed "
+    "dataloader_drop_last"
 ).split()
 
 # What an optimizer's stored state depends on: a resume must share it, a finished drafter does not ask for it.
@@ -64,15 +66,12 @@ def saving(folder: str, step: int):
     Raises StageError. Only the unfinished save is lost.
     """
     try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        # torch.save has no class of its own for a failed write.
-        if isinstance(error, RuntimeError) and not any(word in str(error) for word in _TORCH_WRITER):
-            raise
-        shutil.rmtree(os.path.join(folder, UNFINISHED), ignore_errors=True)
+        with written(f"checkpoint {step}", os.path.join(folder, UNFINISHED)):
+            yield
+    except StageError as error:
         newest = newest_checkpoint(folder)
         left = f"the run continues from {newest}" if newest else "the run starts anew, there is no earlier checkpoint"
-        raise StageError(f"checkpoint {step} could not be saved ({str(error).splitlines()[0]}); {left}") from error
+        raise StageError(f"{error}; {left}") from error
 
 
 def point_to_best(folder: str, checkpoint: str) -> None:
@@ -106,12 +105,16 @@ def semantic_options(config, arguments, taps: Sequence[int], world_size: int, ro
     """
     options = {name: getattr(config, name) for name in OURS}
     options |= {name: getattr(arguments, name) for name in THEIRS}
+    # As given: it may split batches and drop rows in other ways. What follows from other options is not in it.
+    options["accelerator_config"] = config.training.get("accelerator_config")
     options["target_layer_ids"] = list(taps)
     options["batch_size_of_a_step"] = (
         arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size
     )
     # ZeRO's optimizer state is cut into one piece a rank, by stage; it holds fp32 copies of bf16 weights.
     options |= {"world_size": world_size, "bf16": arguments.bf16, "zero_stage": zero_stage(arguments.deepspeed)}
+    engine = read_json(arguments.deepspeed) or {}
+    options |= {f"deepspeed_{name}": engine[name] for name in ("optimizer", "scheduler") if name in engine}
     options["answers"] = answers_digest(rows)
     if config.target_adapter:
         options["target_adapter"] = adapter_digest(config.target_adapter)
@@ -122,12 +125,20 @@ def semantic_options(config, arguments, taps: Sequence[int], world_size: int, ro
     return json.loads(json.dumps(options, default=str))
 
 
+@functools.cache
+def option_defaults() -> dict[str, Any]:
+    """Defaults of our options and of transformers' as plain JSON values: what a start that does not say one had."""
+    kinds = (TrainingArguments, RunConfig)
+    found = {f.name: f.default if f.default is not MISSING else f.default_factory() for k in kinds for f in fields(k)}
+    return json.loads(json.dumps(found, default=str))
+
+
 def check_same_run(stored: dict[str, Any], now: dict[str, Any], where: str, ignored: Sequence[str] = ()) -> None:
     """Raises ValueError in one line if any semantic option differs, but for the ignored ones.
 
     An option that one side does not say has its default there: it was not given, or did not exist yet.
     """
-    defaults = {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(RunConfig)}
+    defaults = option_defaults()
     names = [name for name in {**now, **stored} if name not in ignored]
     pairs = {name: tuple(side.get(name, defaults.get(name)) for side in (stored, now)) for name in names}
     pairs = {name: tuple("not given" if v == "" else v for v in pair) for name, pair in pairs.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from data.settings import RunConfig
 from eval.decoding.loop import Request, generate
 from eval.decoding.proposals import available_methods
+from eval.decoding.request import check_requests
 from eval.held_out import held_out
 from eval.metrics import acceptance_by_position, tau_mean, tau_rounds
 from eval.plans import CHAINS, configured_plan
@@ -52,7 +53,7 @@ class Example:
 
 
 class TrainingEvaluation:
-    """Decodes the same prompts at every call.
+    """Decodes the same prompts at every call, `train_eval_tokens` each. Chains are whole: no confidence cuts them.
 
     Attributes:
         methods: the drafter's chains, and DARTree; AR is decoded once and kept.
@@ -61,15 +62,22 @@ class TrainingEvaluation:
     """
 
     def __init__(self, config: RunConfig, target: Target, model: DFlashDraftModel, rank: int, ranks: int):
-        """Raises ValueError for benchmarks that cannot be read, and when no prompt is short enough."""
-        self.config, self.target = config, target
-        self.methods = decoded_methods(model.spec.head_type)
-        usable = Session(config, target, Drafter(model), "").usable_ids
+        """Raises ValueError for benchmarks that cannot be read, when no prompt is short enough, and when the keys and
+        values of the prompts decoded at once exceed `max_cache_gb`."""
+        tokens = config.train_eval_tokens or config.max_new_tokens
+        self.config = replace(config, confidence_threshold=0.0)
+        self.target, self.methods = target, decoded_methods(model.spec.head_type)
+        session = Session(self.config, target, Drafter(model), "")
+        # Usable are those that the eval stage can answer: what it reports stays the same prompts.
+        usable = session.usable_ids
         self.prompts = held_out(config, usable, config.train_eval_prompts, ", or set eval_strategy to no")
         own = self.prompts[rank::ranks]
-        self.requests = [(p.id, Request(usable(p.turns[:1], []), config.max_new_tokens, p.id)) for p in own]
+        self.requests = [(p.id, Request(usable(p.turns[:1], []), tokens, p.id)) for p in own]
         self.rank, self.examples = rank, []
         self._ar: list[Generation] | None = None
+        slots, requests = min(REQUESTS, len(own)), [request for _, request in self.requests]
+        for method in self.methods if requests else ():
+            check_requests(requests, target, session.proposer(method), slots, config.max_cache_gb)
 
     @property
     def metric_names(self) -> list[str]:
@@ -97,7 +105,8 @@ class TrainingEvaluation:
     def _decode(self, session: Session, method: str) -> list[Generation]:
         names, requests = [name for name, _ in self.requests], [request for _, request in self.requests]
         plan = configured_plan(self.config, session.drafter.spec, method)
-        answers = generate(self.target, session.proposer_of(plan), requests, slots=REQUESTS) if requests else []
+        proposer, limit = session.proposer_of(plan), self.config.max_cache_gb
+        answers = generate(self.target, proposer, requests, 0.0, REQUESTS, limit) if requests else []
         return [Generation.of("train", name, plan, 0.0, a) for name, a in zip(names, answers, strict=True)]
 
     def _examples(self, session: Session, step: int) -> list[Example]:
@@ -105,7 +114,7 @@ class TrainingEvaluation:
         method = [m for m in self.methods if m in CHAINS][-1]
         name, request = self.requests[0]
         proposer = _Recorder(session.proposer(method))
-        (answer,) = generate(self.target, proposer, [request])
+        (answer,) = generate(self.target, proposer, [request], max_cache_gb=self.config.max_cache_gb)
         prompt = next(p.turns[0] for p in self.prompts if p.id == name)
         examples, place, words = [], 1, self.target.tokenizer.decode
         for number, (record, drafted) in enumerate(zip(answer.rounds, proposer.chains, strict=True), 1):

@@ -61,7 +61,8 @@ class LookAtDecoding(TrainerCallback):
         if state.global_step % STEPS_BETWEEN:
             return
         drafter = decoding_copy(self.trainer.model, self.plan.draft_ids, self.plan.target)
-        session = Session(self.plan.config, self.plan.target, drafter, "")
+        # No confidence cuts a chain that was learned to its end.
+        session = Session(replace(self.plan.config, confidence_threshold=0.0), self.plan.target, drafter, "")
         request = Request(self.row.prompt_ids, len(self.row.answer_ids))
         accepted = {}
         for method in self.methods:

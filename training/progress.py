@@ -34,7 +34,10 @@ class Progress(TrainerCallback):
             return
         # Lines after the checkpoint that we resume from are written again.
         kept = [line for line in read_log(self.path) if line["step"] <= state.global_step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        # Renamed when it is whole: a kill here must not lose the curves of days.
+        temporary = self.path.with_name(f"{self.path.name}.partial")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(self.path)
         if kept:
             self.seconds_before = kept[-1]["seconds"]
             self.last = next((line for line in reversed(kept) if "loss" in line), {})

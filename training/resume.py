@@ -10,21 +10,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from data.settings import RunConfig
 from models.checkpoint import check_same_spec, read_config
 from models.configuration import DrafterSpec
 from training.arguments import world
-from training.checkpoints import PROVENANCE, RUN_FILE, check_same_run, newest_checkpoint, read_json
+from training.checkpoints import (
+    PROVENANCE,
+    RUN_FILE,
+    check_same_run,
+    newest_checkpoint,
+    option_defaults,
+    read_json,
+)
 from training.universal import wants_universal
 
 # Layout of ZeRO's state in a checkpoint; bf16 is not here: fp32 masters cannot be made out of nothing.
 LAYOUT = ("world_size", "zero_stage")
-# What a single start asks for and no later one inherits.
-_OF_A_START = ("dry_run", "overfit_check")
+# What a single start asks for and no later one inherits, and places.
+_NOT_SAID = ("dry_run", "overfit_check", "run_dir", "cache_dir")
 
 
 def find_resume(
@@ -42,8 +53,9 @@ def find_resume(
     checkpoint = _named(config, arguments)
     if checkpoint is None:
         return None
-    if not os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
+    if not os.path.isfile(os.path.join(checkpoint, TRAINER_STATE_NAME)):
         raise ValueError(f"resume_from_checkpoint: {checkpoint} is not a checkpoint of this trainer")
+    _refuse_later(config.path("checkpoints"), checkpoint)
     stored = _written_by(checkpoint)
     then, said = stored.get("semantic", {}), []
     if then:
@@ -84,16 +96,34 @@ def _named(config: RunConfig, arguments: argparse.Namespace) -> str | None:
     return newest if automatic else wanted if str(wanted).lower() != "false" else None
 
 
+def _refuse_later(folder: str, checkpoint: str) -> None:
+    """Raises ValueError for checkpoints of the run behind the one that the user goes back to.
+
+    The next start would continue from them, and the new run's own checkpoints be deleted in favour of them.
+    """
+    step = (read_json(Path(checkpoint, TRAINER_STATE_NAME)) or {}).get("global_step", 0)
+    others = [p for p in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if not p.samefile(checkpoint)]
+    steps = {p.name: int(number) for p in others if (number := p.name.rpartition("-")[2]).isdigit()}
+    if later := sorted((name for name in steps if steps[name] > step), key=steps.get):
+        raise ValueError(
+            f"resume_from_checkpoint: {folder} holds {', '.join(later)} behind {checkpoint}, from which the next start "
+            f"would continue; move them away first: cd {shlex.quote(folder)} && mkdir -p aside && "
+            f"mv {' '.join(later)} aside/"
+        )
+
+
 def operational_options(config: RunConfig, arguments: argparse.Namespace, semantic: dict[str, Any]) -> dict[str, Any]:
-    """Everything of the stage that is not semantic, as plain JSON values: our options, and the keys of
-    TrainingArguments as given."""
-    ours = {f.name: getattr(config, f.name) for f in fields(config) if "train" in f.metadata.get("stages", ())}
+    """Everything of the stage that is not semantic, as plain JSON values: our options, the keys of TrainingArguments
+    as given, and what the DeepSpeed JSON holds."""
+    stages = {f.name: set(f.metadata["stages"]) for f in fields(config)}
+    ours = {name: getattr(config, name) for name, own in stages.items() if own & {"train", "all"}}
     options = ours | {key: getattr(arguments, key) for key in config.training}
     for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         options[key] = getattr(arguments, key)
+    options["deepspeed_json"] = read_json(arguments.deepspeed)
     left_out = {
         *semantic,
-        *_OF_A_START,
+        *_NOT_SAID,
         "num_taps",
         "global_batch_size",
         "training",
@@ -105,12 +135,25 @@ def operational_options(config: RunConfig, arguments: argparse.Namespace, semant
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`name was -> is` of each option that differs; nothing for a run that did not write them down."""
+    """`name was -> is` of each option that differs; nothing for a run that did not write them down.
+
+    One that only one side says had its default there; without a default it did not exist yet, and is left out.
+    """
     if not before:
         return []
-    names = sorted({*before, *now})
-    pairs = {name: (before.get(name), now.get(name)) for name in names}
+    default = option_defaults()
+    names = [name for name in {*before, *now} if name in before or name in default]
+    then, since = (_flat({name: side.get(name, default.get(name)) for name in names}) for side in (before, now))
+    pairs = {name: (then.get(name), since.get(name)) for name in sorted({*then, *since})}
     return [f"{name} {_plain(was)} -> {_plain(value)}" for name, (was, value) in pairs.items() if was != value]
+
+
+def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options by dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in options.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from data.disk import written
 from eval.environment import git_commit, git_diff, hardware, versions
 from models.checkpoint import DRAFT_VOCABULARY
 from models.drafter import DFlashDraftModel
@@ -43,6 +44,8 @@ def build(plan: TrainingPlan) -> tuple[DrafterTrainer, Progress]:
     callbacks = [progress, EvaluateAtEnd()]
     if "wandb" in arguments.report_to:
         prepare_wandb(plan.config)
+        # transformers' own callback would end the run where wandb cannot be reached.
+        arguments.report_to = [name for name in arguments.report_to if name != "wandb"]
         callbacks.append(Tracking(described(plan), evaluation))
     adapters.choose_trainable(model, plan.config)
     declare_head(model)
@@ -114,23 +117,29 @@ def build_evaluation(
 
 
 def train(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) -> None:
-    """Trains to the end and writes RUN/drafter. Raises NonFiniteLoss."""
+    """Trains to the end and writes RUN/drafter. Raises NonFiniteLoss, StageError."""
     trainer.train(resume_from_checkpoint=plan.resume)
     finish(plan, trainer, progress)
 
 
 def finish(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) -> None:
-    """Writes RUN/drafter beside its name and renames it: the last weights, or those of the best evaluation."""
+    """Writes RUN/drafter beside its name and renames it: the last weights, or those of the best evaluation.
+
+    Raises StageError when the disk refuses it.
+    """
     final = plan.config.path("drafter")
     best = kept_checkpoint(plan, trainer)
-    if best is None:
-        trainer.save_model(f"{final}.partial")
-    elif trainer.args.should_save:
-        copy_drafter(best, f"{final}.partial")
-    trainer.accelerator.wait_for_everyone()
+    partial = f"{final}.partial"
+    with written(f"the finished drafter {final}", partial):
+        if best is None:
+            trainer.save_model(partial)
+        elif trainer.args.should_save:
+            copy_drafter(best, partial)
+        trainer.accelerator.wait_for_everyone()
+        if trainer.args.should_save:
+            write_json(f"{partial}/{PROVENANCE}", provenance(plan, trainer, progress))
+            publish(partial, final)
     if trainer.args.should_save:
-        write_json(f"{final}.partial/{PROVENANCE}", provenance(plan, trainer, progress))
-        publish(f"{final}.partial", final)
         which = f" (the weights of step {trainer.state.best_global_step}, the best)" if best else ""
         print(f"train: {trainer.state.global_step} steps in {progress.seconds:.0f} s, drafter in {final}{which}")
     trainer.accelerator.wait_for_everyone()

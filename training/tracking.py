@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, fields
 from urllib.parse import urlsplit
 
-from transformers import TrainerCallback
+from transformers.integrations import WandbCallback
 
 from data.settings import RunConfig
 from training.evaluation import Example, TrainingEvaluation
@@ -36,8 +36,8 @@ def _has_account() -> bool:
     )
 
 
-class Tracking(TrainerCallback):
-    """Runs after transformers' WandbCallback, which starts the run.
+class Tracking(WandbCallback):
+    """transformers' callback, with a table of drafts, for a run that goes on without wandb when that cannot start.
 
     Args:
         description: configuration, code version and library versions of the run.
@@ -45,20 +45,25 @@ class Tracking(TrainerCallback):
     """
 
     def __init__(self, description: dict, evaluation: TrainingEvaluation | None):
+        super().__init__()  # imports wandb, which costs a second: only runs that report to it need it
         self.description, self.evaluation, self.rows = description, evaluation, []
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        import wandb  # imported late: it costs a second, and only runs that report to it need it
-
-        if wandb.run is not None:
-            wandb.config.update({"dartree": self.description}, allow_val_change=True)
+    def setup(self, args, state, model, **kwargs):
+        """Starts the run on the first rank; called once, by the first event."""
+        try:
+            super().setup(args, state, model, **kwargs)
+        except (self._wandb.errors.Error, OSError) as error:
+            reason = " ".join(str(error).split())
+            print(f"train: wandb cannot start ({reason}); the run goes on without it")
+            self._wandb, self._initialized = None, False
+            return
+        if self._wandb.run is not None:
+            self._wandb.config.update({"dartree": self.description}, allow_val_change=True)
 
     def on_evaluate(self, args, state, control, **kwargs):
-        import wandb
-
-        if wandb.run is None or self.evaluation is None:
+        if self._wandb is None or self._wandb.run is None or self.evaluation is None:
             return
         self.rows += [list(asdict(example).values()) for example in self.evaluation.examples]
         # A table cannot be added to once it is logged: each one holds all rows so far.
-        table = wandb.Table([f.name for f in fields(Example)], self.rows)
-        wandb.log({"drafted_against_accepted": table, "train/global_step": state.global_step})
+        table = self._wandb.Table([f.name for f in fields(Example)], self.rows)
+        self._wandb.log({"drafted_against_accepted": table, "train/global_step": state.global_step})

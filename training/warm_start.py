@@ -24,9 +24,8 @@ from training.adapters import head_names
 
 log = logging.getLogger(__name__)
 
-HEAD_FIELDS = (
-    "head_type", "pure_draft_prefix_len", "head_rank", "gru_hidden_dim", "confidence_head", "confidence_with_markov",
-)  # fmt: skip
+HEAD_FIELDS = ("head_type", "pure_draft_prefix_len", "head_rank", "gru_hidden_dim")
+CONFIDENCE_FIELDS = ("confidence_head", "confidence_with_markov")
 # Options of ours that a checkpoint has fixed: a start under another value would train a drafter that drafts wrongly.
 FIXED = ("block_size", "mask_token_id", "target_layer_ids", "shift_label")
 
@@ -70,7 +69,7 @@ def agree_with_start(
     wrong = [f"{name} is {theirs} there, {ours} here" for name, ours, theirs in pairs if ours != theirs]
     if wrong:
         raise ValueError(f"init_drafter: {config.init_drafter} does not fit this run: {'; '.join(wrong)}")
-    head = {name: getattr(spec, name) for name in HEAD_FIELDS}
+    head = {name: getattr(spec, name) for name in (*HEAD_FIELDS, *CONFIDENCE_FIELDS)}
     size = None if draft_ids is None else len(draft_ids)
     layers = start.spec.num_target_layers or spec.num_target_layers
     return draft_ids, replace(start.spec, **head, draft_vocab_size=size, num_target_layers=layers)
@@ -84,17 +83,30 @@ def start_config(start: Drafter, spec: DrafterSpec) -> Qwen3Config:
 
 @torch.no_grad()
 def start_from(model: DFlashDraftModel, start: Drafter, draft_ids: Tensor | None) -> bool:
-    """Copies the checkpoint's weights. Returns whether the head came along; else it keeps its own, said in the log."""
+    """Copies the checkpoint's weights. Returns whether the correction head came along.
+
+    Correction head and confidence head come along each for itself. One that does not keeps its own, said in the log.
+    """
     own, theirs = model.state_dict(), start.model.state_dict()
     heads = head_names(model)
-    warm = bool(heads) and all(getattr(model.spec, f) == getattr(start.spec, f) for f in HEAD_FIELDS)
+    confidence = {name for name in heads if name.startswith("confidence_head.")}
+    warm = model.head is not None and _agree(model.spec, start.spec, HEAD_FIELDS)
+    # What it looks at beside the hidden state are rows of the correction head.
+    kept = _agree(model.spec, start.spec, CONFIDENCE_FIELDS) and (warm or not model.spec.confidence_with_markov)
+    fresh = (set() if warm else heads - confidence) | (set() if kept else confidence)
     if warm and start.draft_ids is None and draft_ids is not None:
         # W2 has a row for every token there, and one for each kept token here.
         name = next(n for n, p in start.model.named_parameters() if p is start.model.head.output.weight)
         theirs = {**theirs, name: theirs[name][draft_ids]}
     for name, tensor in own.items():
-        if name not in heads or warm:
+        if name not in fresh:
             tensor.copy_(theirs[name])
-    if heads and not warm:
+    if model.head is not None and not warm:
         log.warning("the head is new: the checkpoint has %s, this run %s", start.spec.head_type, model.spec.head_type)
+    if fresh & confidence:
+        log.warning("the confidence head is new: the checkpoint has none, or one that looks at something else")
     return warm
+
+
+def _agree(spec: DrafterSpec, other: DrafterSpec, names: tuple[str, ...]) -> bool:
+    return all(getattr(spec, name) == getattr(other, name) for name in names)
