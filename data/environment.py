@@ -137,7 +137,8 @@ def launcher(argv: list[str]) -> list[str]:
     from data.settings import parse_arguments
 
     stage, *words = argv
-    device = choose_device(parse_arguments(stage, words).device)
+    config = parse_arguments(stage, words)
+    device = choose_device(config.device)
     count = torch.cuda.device_count() if device == "cuda" else 1
     if stage == "train":
         start = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(count), "--master_port", str(free_port())]
@@ -146,7 +147,7 @@ def launcher(argv: list[str]) -> list[str]:
         accelerator += ["CUDA_VISIBLE_DEVICES="] if device == "cpu" else []
         return ["env", *accelerator, sys.executable, *start, "training/train_drafter.py"]
     module = {"eval": "eval.run_eval", "features": "data.make_features"}[stage]
-    if count > 1:
+    if count > 1 and not config.device_map:  # one target over all of them
         start = ["-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_port", str(free_port())]
         return [sys.executable, *start, "-m", module]
     return [sys.executable, "-m", module]

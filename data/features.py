@@ -65,8 +65,9 @@ def gather_taps(hidden_states: tuple, tap_ids: tuple[int, ...], row: int, start:
     for tap in tap_ids:
         prompt_SD = hidden_states[0][tap + 1][row, start:]
         later = [step[tap + 1][row] for step in hidden_states[1 : 1 + max(0, length - prompt_SD.shape[0])]]
-        columns.append(torch.cat([prompt_SD, *later])[:length])
-    taps_MH = torch.cat(columns, dim=-1).to(torch.bfloat16).cpu()
+        # Layers may lie on different devices.
+        columns.append(torch.cat([prompt_SD, *later])[:length].to("cpu", torch.bfloat16))
+    taps_MH = torch.cat(columns, dim=-1)
     assert taps_MH.shape[0] == length, (taps_MH.shape, length)
     return taps_MH
 

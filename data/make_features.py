@@ -25,6 +25,7 @@ from data.feature_cache import FOLDER, FeatureCache, cache_settings, capture
 from data.features import resolve_taps
 from data.fetch_target import resolve_target
 from data.settings import RunConfig, run_stage
+from models.placement import placement
 from models.target import Target, choose_dtype, load_target
 
 # A batch holds at most so many tokens, padding included: its taps are a few GiB on a large target.
@@ -44,7 +45,8 @@ def make_features(config: RunConfig) -> None:
     if device != "cpu":
         device = f"{device}:{os.environ.get('LOCAL_RANK', 0)}"
     dtype = choose_dtype(config.dtype, device)
-    target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
+    placed = placement(config.device_map)
+    target = load_target(path, dtype, device, config.trust_remote_code, config.quantization, placed)
     settings = cache_settings(target, path, resolve_taps(config, target.num_layers), config.quantization)
     check_origin(manifest, settings, config.path("answers"))
     folder = config.path(FOLDER)

@@ -32,6 +32,11 @@ class RunConfig:
     quantization: Literal["none", "bnb-int8", "bnb-nf4", "torchao-int8"] = option(
         "none", "load the target's weights in 8 or 4 bits (needs bitsandbytes or torchao)"
     )
+    device_map: list[str] = option(
+        [],
+        "GPUs of one process over which a target too large for one is spread: auto, balanced, balanced_low_0, "
+        "sequential, or cuda:0 cuda:1 ...; training from stored features needs none",
+    )
     seed: int = option(0, "seed of prompts, anchors, sampling and bootstrap")
 
     prompts: list[str] = option(

@@ -30,6 +30,7 @@ from data.environment import choose_device
 from data.fetch_target import resolve_target
 from data.prompts import Prompt, load_mixture
 from data.settings import RunConfig, run_stage
+from models.placement import placement
 from models.quantization import precision_name
 from models.target import Target, choose_dtype, load_target
 
@@ -78,7 +79,8 @@ def regenerate(config: RunConfig) -> None:
     answers.make_folder(folder, "run_dir")
     answers.drop_half_line(folder)
     progress = Progress(answers.read_rows(folder))
-    target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
+    placed = placement(config.device_map)
+    target = load_target(path, dtype, device, config.trust_remote_code, config.quantization, placed)
     job = Job(config, target, tuple(settings["tap_ids"] or ()), prompts, progress)
     job.save_manifest(settings, finished=False)
     job.run()

@@ -40,8 +40,8 @@ def verify_cost(
     Args:
         requests: trees of so many requests in the one forward, all of this size and context.
     """
-    device, clock = target.device, Clock(target.device)
-    cache = TreeCache.for_config(target.config, requests, context + max(sizes) + 1, target.dtype, device)
+    device, clock = target.device, Clock(target.device, *target.layer_devices)
+    cache = TreeCache.for_config(target.config, requests, context + max(sizes) + 1, target.dtype, target.layer_devices)
     cache.lengths = [context] * requests
     lengths_R = torch.tensor(cache.lengths, device=device)
     times: dict[int, list[float]] = {size: [] for size in sizes}

@@ -36,7 +36,7 @@ def collect_settings(config: RunConfig, target: Target, drafter: Drafter, drafte
         "block_size": spec.block_size,
         "num_proposals": spec.num_proposals,
         "draft_vocab_size": spec.draft_vocab_size,
-        "device": str(target.device),
+        "device": " ".join(dict.fromkeys(map(str, [target.device, *target.layer_devices]))),
         "dtype": precision_name(target.dtype, config.quantization),
         "attention": target.config._attn_implementation,
         "engine": {name: provenance.get(name) for name in _ENGINE} if provenance else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from data.prompts import Prompt, load_mixture
 from data.settings import RunConfig
 from models.checkpoint import Drafter, load_drafter
 from models.fitting import fit_to_target
+from models.placement import placement
 from models.target import Target, choose_dtype, load_target
 
 from .budget_policy import BudgetCalibration, make_policy
@@ -111,8 +113,12 @@ def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: i
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     dtype = choose_dtype(config.dtype, device)
     path = resolve_target(config)
-    target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
+    placed = placement(config.device_map)
+    target = load_target(path, dtype, device, config.trust_remote_code, config.quantization, placed)
     drafter = fit_to_target(load_drafter(drafter_folder, dtype, device, config.allow_extra), target)
+    if config.device_map:
+        counts = Counter(map(str, target.layer_devices))
+        print(f"target: {', '.join(f'{count} layers on {name}' for name, count in counts.items())}")
     if rank == 0:
         print(f"drafter: {drafter.describe()}")
     temperature = read_temperature(config.run_dir, drafter_folder) if config.confidence_threshold else 1.0

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -47,6 +48,9 @@ class Target:
         window: positions that a sliding layer sees, itself included; None without such layers.
         eos_ids: every id that ends an answer, from generation_config and config.
         forwards: number of forwards so far.
+        streams: the layers stay in the files, and a forward reads them one by one (`models.streaming`).
+
+    Layers may lie on several devices. What goes in and comes out lies on `device`, that of the embeddings.
     """
 
     def __init__(self, model: nn.Module, tokenizer=None, path: str = "", freeze: bool = True):
@@ -57,12 +61,19 @@ class Target:
         refuse_unsupported(self.config)
         self.window = window_of(self.config)
         self.eos_ids = _eos_ids(model)
-        self.forwards = 0
+        self.forwards, self.streams = 0, False
         self._rows: dict[int, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """Where each layer computes and its keys and values lie. accelerate's hooks know it when a model is spread."""
+        if len(set(getattr(self.model, "hf_device_map", {}).values())) < 2:
+            return [self.device] * self.num_layers
+        return [torch.device(layer._hf_hook.execution_device) for layer in self.decoder.layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,13 +106,13 @@ class Target:
         """The target's LM head on hidden states [..., D]: [..., V], or [..., len(ids)] for chosen rows."""
         head = self.model.get_output_embeddings()
         # Two dimensions: a strided slice with more of them is multiplied row by row, with a copy of the head for each.
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(head.weight.device)
         if ids is None:
             logits = head(flat)
         else:
-            bias = None if head.bias is None else head.bias[ids]
+            bias = None if head.bias is None else head.bias[ids.to(head.bias.device)]
             logits = nn.functional.linear(flat, self.head_rows(ids), bias)
-        return self.scale_logits(logits).unflatten(0, hidden.shape[:-1])
+        return self.scale_logits(logits).unflatten(0, hidden.shape[:-1]).to(hidden.device)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         """What the family does to the LM head's output: Granite's divisor, Cohere's factor, Gemma's cap."""
@@ -123,7 +134,7 @@ class Target:
             weight = self.model.get_output_embeddings().weight
             # Ids ascend: when they are the first ones, as for a padded table, a view saves a second copy of the head.
             first = int(ids[-1]) + 1 == len(ids)
-            self._rows = {id(ids): (ids, weight[: len(ids)] if first else weight[ids].contiguous())}
+            self._rows = {id(ids): (ids, weight[: len(ids)] if first else weight[ids.to(weight.device)].contiguous())}
         return self._rows[id(ids)][1]
 
     def causal_masks(self, lengths_R: Tensor, width: int) -> Masks:
@@ -208,8 +219,8 @@ class Target:
             use_cache=cache is not None,
             output_hidden_states=[i + 1 for i in tap_ids] or None,
         )
-        final = output.last_hidden_state
-        taps = [output.hidden_states[i + 1] for i in tap_ids] or [final[..., :0]]
+        final = output.last_hidden_state.to(self.device)
+        taps = [output.hidden_states[i + 1].to(self.device) for i in tap_ids] or [final[..., :0]]
         logits = None
         if with_logits:
             logits = self.logits(final[:, -keep:])  # -0 is the start: everything
@@ -253,7 +264,7 @@ def cpu_has_bf16() -> bool:
 
 
 @contextlib.contextmanager
-def _one_line(path: str):
+def one_line(path: str):
     # A missing file or package, an unreachable Hub, a model of another kind: the user's to solve, and transformers
     # explains each in a paragraph.
     try:
@@ -285,42 +296,63 @@ def load_target(
     device: str = "cpu",
     trust_remote_code: bool = False,
     quantization: str = "none",
+    placed: dict | None = None,
 ) -> Target:
     """Loads a Hugging Face folder, a Hub id or a GGUF file (safetensors or GGUF only, never pickle).
 
     Args:
         quantization: one of `models.quantization.NAMES`.
+        placed: of `models.placement.placement`, for a target that is spread over several devices, `device` first.
 
-    Raises ValueError in one line when the path has no config, only pickled weights, or a model that cannot be verified.
+    Raises ValueError in one line when the path has no config, only pickled weights, a model that cannot be verified,
+    or one that does not fit on the devices of `placed`.
     """
-    source, kwargs = _source(path)
-    common = {"trust_remote_code": trust_remote_code, **kwargs}
-    with _one_line(path):
-        config = AutoConfig.from_pretrained(source, **common)
-    refuse_unsupported(config.get_text_config())
-    weights = {"use_safetensors": True} if not kwargs else {}
+    source, common, _ = open_model(path, trust_remote_code, device)
+    weights = {} if "gguf_file" in common else {"use_safetensors": True}
     if quantization != "none":
         # Quantised layers are made on the device where they stay.
         weights |= {"quantization_config": quantization_config(quantization, dtype), "device_map": {"": device}}
-    if device == "cpu":
-        # transformers repeats the key/value heads under a mask unless told that the kernel groups them itself.
-        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-    with _one_line(path):
+    weights |= placed or {}
+    with one_line(path):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **common, **weights)
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
-    target = Target(model if quantization != "none" else model.to(device), tokenizer, path)
+    target = Target(model if "device_map" in weights else model.to(device), tokenizer, path)
+    _check_tables(target, torch.device(device))
     target.check()
     return target
 
 
-def outline_target(path: str, dtype: torch.dtype, trust_remote_code: bool = False) -> Target:
-    """A target without its weights, on torch's meta device: every size at no cost. Raises as `load_target` does."""
+def open_model(path: str, trust_remote_code: bool, device: str = "cpu") -> tuple[str, dict, Any]:
+    """Name and keyword arguments for transformers, and the configuration, which is checked before any weight is read.
+
+    Raises ValueError as `load_target` does.
+    """
     source, kwargs = _source(path)
     common = {"trust_remote_code": trust_remote_code, **kwargs}
-    with _one_line(path):
+    with one_line(path):
         config = AutoConfig.from_pretrained(source, **common)
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
     refuse_unsupported(config.get_text_config())
+    if device == "cpu":
+        # transformers repeats the key/value heads under a mask unless told that the kernel groups them itself.
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    return source, common, config
+
+
+def _check_tables(target: Target, device: torch.device) -> None:
+    """The drafter reads both tables: they must be in memory, and block inputs arrive where the drafter is."""
+    tables = {"embedding": target.model.get_input_embeddings(), "LM head": target.model.get_output_embeddings()}
+    for name, module in tables.items():
+        if module.weight.is_meta:
+            raise ValueError(f"device_map: the target does not fit on these GPUs: no room for its {name}")
+    if (target.device.type, target.device.index or 0) != (device.type, device.index or 0):
+        raise ValueError(f"device_map: the embedding must be on {device}, the drafter's device, got {target.device}")
+
+
+def outline_target(path: str, dtype: torch.dtype, trust_remote_code: bool = False) -> Target:
+    """A target without its weights, on torch's meta device: every size at no cost. Raises as `load_target` does."""
+    source, common, config = open_model(path, trust_remote_code)
+    with one_line(path):
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
     with torch.device("meta"):
         return Target(AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer, path)
 

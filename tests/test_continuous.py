@@ -80,11 +80,11 @@ def test_the_last_row_moves_into_a_gap():
     target.eos_ids = ()
     batch = Batch(target, NoProposer(), [Request([5, 6], 2), Request([7], 9), Request([8, 9, 10], 9)])
     batch.admit()
-    kept = batch.cache.data_L2RHTE[:, :, 2, :, :3].clone()
+    kept = batch.cache.stores[0][:, :, 2, :, :3].clone()
     batch.round()
     assert batch.rows == [2, 1]
     assert batch.cache.lengths == [4, 2, 0]
-    assert torch.equal(batch.cache.data_L2RHTE[:, :, 0, :, :3], kept)
+    assert torch.equal(batch.cache.stores[0][:, :, 0, :, :3], kept)
 
 
 def test_an_answer_has_its_own_clock(monkeypatch):
@@ -170,7 +170,7 @@ def test_adaptive_levels_follow_the_number_of_live_requests():
 
 
 def test_ragged_writes_reach_the_right_columns():
-    cache = TreeCache(1, 3, 2, 12, 4, torch.float32, "cpu")
+    cache = TreeCache(3, 2, 12, 4, torch.float32, ["cpu"])
     columns = torch.tensor([[3, 4, 5], [7, 8, 2]])
     assert cache.place(columns, first=1) == 9
     keys, values = torch.randn(2, 2, 2, 3, 4)
@@ -180,6 +180,6 @@ def test_ragged_writes_reach_the_right_columns():
         for m in range(3):
             assert torch.equal(seen_keys[row, :, columns[row, m]], keys[row, :, m])
             assert torch.equal(seen_values[row, :, columns[row, m]], values[row, :, m])
-    assert not cache.data_L2RHTE[:, :, 0].any()
+    assert not cache.stores[0][:, :, 0].any()
     with pytest.raises(ValueError, match="holds 12 columns, this forward needs 13"):
         cache.place(torch.tensor([[12]]))

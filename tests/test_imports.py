@@ -13,7 +13,7 @@ ORDER = ("models", "data", "eval", "training")
 # What a package may import beside the standard library. Loaded remote code (transformers_modules), private copies of
 # public checkpoints' code and anything under runs/ are thereby out.
 DECLARED = {
-    "models": {"torch", "transformers", "safetensors", "huggingface_hub"},
+    "models": {"torch", "transformers", "safetensors", "huggingface_hub", "accelerate"},
     "data": {
         "torch",
         "transformers",

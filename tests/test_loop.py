@@ -149,7 +149,7 @@ def test_kept_kv_equals_sequential_decoding(method):
         target.forward(torch.tensor([[token]]), (), position_ids=position, mask=mask, cache=cache)
     count = len(ids)
     torch.testing.assert_close(
-        batch.cache.data_L2RHTE[..., :count, :], cache.data_L2RHTE[..., :count, :], atol=1e-5, rtol=1e-5
+        batch.cache.stores[0][..., :count, :], cache.stores[0][..., :count, :], atol=1e-5, rtol=1e-5
     )
 
 

@@ -130,6 +130,7 @@ def test_narrowed_masks_are_dense_on_a_gpu_too(tmp_path, monkeypatch, fields, wh
     config = str(write_run(tmp_path, answer_rows(4), init_from_target=False))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(plan, "rank_device", lambda name: "cuda:0")
+    monkeypatch.setattr(plan, "stream_target", lambda *_: None)
     monkeypatch.setattr(plan, "load_target", lambda path, dtype, device, *_, **more: load_target(path, dtype))
     assert kernel_of(config) == "flex_attention"
     tiny_drafter(tiny_target(), block_size=4, **fields).model.save_pretrained(tmp_path / "start")

@@ -117,6 +117,7 @@ class ScriptedTarget:
         self.eos_ids, self.max_length = eos_ids, max_length
         self.device, self.dtype, self.vocab_size = torch.device("cpu"), torch.float32, len(following)
         self.config = SimpleNamespace(num_hidden_layers=1, num_attention_heads=1, hidden_size=1)
+        self.layer_devices = [self.device]
         self.forwards = 0
 
     def embed(self, ids):

@@ -25,8 +25,9 @@ from models.target import Target, choose_dtype, outline_target
 from training.adapters import choose_trainable, head_names
 from training.arguments import world, zero_stage
 from training.objective import loss_chunk
-from training.plan import begin, build_spec
+from training.plan import begin, build_spec, decodes
 from training.rows import PackedRows, TrainingRows, TrainingSet
+from training.sources import expects_stored
 
 _BYTES_OF_A_TOKEN = 7  # of JSON, in answers.jsonl
 
@@ -42,7 +43,7 @@ def describe_run(config: RunConfig) -> str:
         choose_trainable(drafter, config)
     sections = (
         ("parameters", _parameters(drafter, target)),
-        ("memory of a rank", _memory(drafter, target, config, world()[1], zero_stage(arguments.deepspeed))),
+        ("memory of a rank", _memory(drafter, target, config, world()[1], arguments)),
         ("disk", _disk(drafter, target, config, rows, arguments.save_total_limit)),
         ("work", _work(config, rows, arguments, world()[1])),
     )
@@ -80,9 +81,12 @@ def _parameters(drafter: DFlashDraftModel, target: Target) -> dict[str, str]:
     }
 
 
-def _memory(drafter: DFlashDraftModel, target: Target, config: RunConfig, ranks: int, chosen: int) -> dict[str, str]:
-    size, entries = torch.finfo(target.dtype).bits // 8, {}
-    held = _count(target.model) * size
+def _memory(drafter: DFlashDraftModel, target: Target, config: RunConfig, ranks: int, arguments) -> dict[str, str]:
+    size, chosen = torch.finfo(target.dtype).bits // 8, zero_stage(arguments.deepspeed)
+    held, entries = _count(target.model) * size, {}
+    if config.quantization == "none" and expects_stored(config) and not decodes(config, arguments):
+        entries["target's layers"] = "stay on disk, because features are stored"
+        held -= _count(target.decoder.layers) * size
     for stage in (0, 1, 2, 3):
         mark = ", this run" if stage == chosen else ""
         state = state_bytes(_count(drafter), _count(drafter, trainable=True), size, ranks, stage)

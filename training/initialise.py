@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from models.drafter import DFlashDraftModel
@@ -43,8 +44,11 @@ def initialise_from_target(model: DFlashDraftModel, target: Target, tokens_RS: T
     start = target.num_layers - len(model.layers)
     if start < 0:
         raise ValueError(f"num_draft_layers {len(model.layers)} exceeds the target's {target.num_layers} layers")
-    inputs = _layer_inputs(target, tokens_RS, range(start, target.num_layers))
-    for layer, source, input_RSD in zip(model.layers, base.layers[start:], inputs, strict=True):
+    sources = base.layers[start:]
+    inputs: list[Tensor | None] = [None] * len(sources)
+    if any(getattr(source.self_attn, f"{name}_norm", None) is None for source in sources for name in ("q", "k")):
+        inputs = _layer_inputs(target, tokens_RS, range(start, target.num_layers))
+    for layer, source, input_RSD in zip(model.layers, sources, inputs, strict=True):
         for name in PROJECTIONS:
             _copy(layer, source, name)
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -69,13 +73,14 @@ def _layer_inputs(target: Target, tokens_RS: Tensor, layers: range) -> list[Tens
 def _copy(layer: nn.Module, source: nn.Module, name: str) -> None:
     own = layer.get_submodule(name).weight
     try:
-        theirs = source.get_submodule(name).weight
+        theirs = source.get_submodule(name)
     except AttributeError:
         theirs = None
-    if theirs is None or theirs.shape != own.shape:
+    if theirs is None or theirs.weight.shape != own.shape:
         log.warning("the target has no %s of shape %s: random weights stay", name, tuple(own.shape))
     else:
-        own.copy_(theirs)
+        with align_module_device(theirs):  # the weight may still be on disk
+            own.copy_(theirs.weight)
 
 
 def _effective_weight(norm: nn.Module, size: int, like: Tensor) -> Tensor:
@@ -90,17 +95,21 @@ def _copy_norm(own: nn.Module, source: nn.Module | None, name: str, scale: float
     if source is None:
         log.warning("the target has no %s: ones stay", name)
     else:
-        own.weight.copy_(_effective_weight(source, own.weight.numel(), source.weight) * scale)
+        with align_module_device(source):
+            own.weight.copy_(_effective_weight(source, own.weight.numel(), source.weight) * scale)
 
 
-def _copy_attention_norms(attention: nn.Module, source: nn.Module, input_RSD: Tensor) -> None:
+def _copy_attention_norms(attention: nn.Module, source: nn.Module, input_RSD: Tensor | None) -> None:
     """q_norm and k_norm: the target's where it has them (Qwen3), else its own mean scale of queries and keys.
 
     A Llama target does not normalise queries and keys, ours does. The weight that keeps the attention's temperature is
     the root mean square of the target's own queries (keys) over tokens and heads; the first token is left out, since
     its activations are many times larger (CPU_RECIPE: rms 1050 against 3-27).
+
+    Args:
+        input_RSD: of the layer; None where the target has both norms.
     """
-    normed_RSD = source.input_layernorm(input_RSD[:, 1:])
+    normed_RSD = None if input_RSD is None else source.input_layernorm(input_RSD[:, 1:])
     for name in ("q", "k"):
         own = getattr(attention, f"{name}_norm")
         theirs = getattr(source.self_attn, f"{name}_norm", None)

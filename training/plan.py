@@ -14,17 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils.logging import disable_progress_bar
 
 from data.answers import AnswerRow, check_origin, read_answers
 from data.environment import check_compiler
-from data.feature_cache import cache_settings
+from data.feature_cache import cache_settings, capture
 from data.features import resolve_taps
 from data.fetch_target import resolve_target
 from data.settings import RunConfig
 from models.checkpoint import Drafter
 from models.configuration import DrafterSpec, build_drafter_config
 from models.fitting import check_mask_token
+from models.placement import placement
+from models.streaming import stream_target
 from models.target import Target, choose_dtype, load_target
 from training.arguments import check_training_options, rank_device, set_threads, spread_batch, world
 from training.attention import KERNELS, choose_attention
@@ -50,6 +53,7 @@ class TrainingPlan:
 
     Attributes:
         arguments: parsed keys of TrainingArguments.
+        target: with its layers or, where no step needs them, without (`models.streaming`).
         resume: checkpoint folder to continue from, or None.
         semantic: options that a resume must share.
         operational: the other options, which a resume may change.
@@ -80,7 +84,9 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     path = resolve_target(config)
     rows, manifest = read_answers(config.path("answers"))
     dtype = choose_dtype(config.dtype, device)
-    target = load_target(path, dtype, device, config.trust_remote_code, quantization=config.quantization)
+    # A mistake is found, and a finished run said, before the layers are loaded; training may need none.
+    target = stream_target(path, dtype, device, config.trust_remote_code) if config.quantization == "none" else None
+    target = target or load_whole(config, path, dtype, device)
     needed = cache_settings(target, path, resolve_taps(config, target.num_layers), config.quantization)
     check_origin(manifest, needed, config.path("answers"))
     start = read_start(config, target)
@@ -100,6 +106,8 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     data = build_data(config, rows, needed, target, drafter_config._attn_implementation == KERNELS["flex"])
     if len(data) < world_size:
         raise ValueError(f"{len(data)} rows with anchors are fewer than the {world_size} ranks")
+    if target.streams and (decodes(config, arguments) or not data.source.complete(data.documents.rows)):
+        target = load_whole(config, path, dtype, device)
     plan = TrainingPlan(
         config=config,
         arguments=arguments,
@@ -118,6 +126,17 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     if rank == 0:
         _introduce(plan)
     return plan
+
+
+def load_whole(config: RunConfig, path: str, dtype: torch.dtype, device: str) -> Target:
+    """The target with its layers. Raises ValueError as `load_target` and `placement` do."""
+    placed = placement(config.device_map)
+    return load_target(path, dtype, device, config.trust_remote_code, config.quantization, placed)
+
+
+def decodes(config: RunConfig, arguments: argparse.Namespace) -> bool:
+    """Whether the run decodes, which needs the target's layers however features are stored."""
+    return config.overfit_check or arguments.eval_strategy != "no"
 
 
 def begin(config: RunConfig) -> tuple[argparse.Namespace, str]:
@@ -144,6 +163,12 @@ def _introduce(plan: TrainingPlan) -> None:
         f"draft vocabulary covers {plan.coverage:.2%} of the answers, "
         f"{plan.agreement:.1%} of sampled labels are the target's argmax"
     )
+    if plan.target.streams:
+        print("train: features are stored: of the target only embeddings, final norm and LM head are in memory")
+    elif data.source.complete(data.documents.rows):
+        decoding = decodes(plan.config, plan.arguments)
+        why = "the run decodes" if decoding else "it is quantised, or its files hold other tensors than the model"
+        print(f"train: the target is loaded whole although features are stored, because {why}")
     if plan.agreement < 0.8:
         log.warning("%.0f %% agreement is low: are these the target's own answers?", 100 * plan.agreement)
 
@@ -219,12 +244,17 @@ def sample_tokens(data: TrainingSet, device: torch.device, rows: int = 8) -> Ten
 
 def label_agreement(target: Target, data: TrainingSet, rows: int = 4) -> float:
     """Share of answer tokens of a few rows that are the target's own argmax (TRAPS 31: text that the target did not
-    write trains a drafter for another model)."""
-    hits, total, data = 0, 0, data.documents
-    for index in range(min(rows, len(data))):
-        sample = data[index]
-        logits = target.forward(sample.tokens_S[None].to(target.device), (0,)).logits
-        agree = logits[0, :-1].argmax(-1).cpu() == sample.tokens_S[1:]
+    write trains a drafter for another model). Read from stored final states, else from one forward of all these rows.
+    """
+    samples = [data.documents[i] for i in range(min(rows, len(data.documents)))]
+    finals = [sample.final_SD for sample in samples]
+    if any(final_SD is None for final_SD in finals):
+        tokens_RS = pad_sequence([sample.tokens_S for sample in samples], batch_first=True)
+        finals = capture(target, tokens_RS.to(target.device), (0,), with_final=True)[1]
+    hits, total = 0, 0
+    for sample, final_SD in zip(samples, finals, strict=True):
+        before_SD = final_SD[: len(sample.tokens_S) - 1].to(target.device, target.dtype)
+        agree = target.logits(before_SD).argmax(-1).cpu() == sample.tokens_S[1:]
         hits += int(agree[sample.supervised_S[1:]].sum())
         total += int(sample.supervised_S[1:].sum())
     return hits / max(1, total)

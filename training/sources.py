@@ -32,6 +32,10 @@ class OnlineSource:
     def get(self, row: AnswerRow) -> Features | None:
         return None
 
+    def complete(self, rows: Sequence[AnswerRow]) -> bool:
+        """Whether every row is stored, so that no step forwards the target."""
+        return False
+
     def flush(self) -> None:
         """Puts on disk what was added; called before a checkpoint is written, so that a resume finds what it had."""
         return None
@@ -51,6 +55,9 @@ class AnswersSource(OnlineSource):
     def get(self, row: AnswerRow) -> Features | None:
         return self.reader.get(row.id)
 
+    def complete(self, rows: Sequence[AnswerRow]) -> bool:
+        return all(row.id in self.reader for row in rows)
+
 
 class CacheSource(OnlineSource):
     """RUN/cache. A hybrid run (`keeps`) adds the rows that it lacks, as the first epoch meets them."""
@@ -65,6 +72,9 @@ class CacheSource(OnlineSource):
     def add(self, row_id: str, taps_SC: Tensor, final_SD: Tensor) -> None:
         self.cache.add(self._rows[row_id], taps_SC, final_SD)
 
+    def complete(self, rows: Sequence[AnswerRow]) -> bool:
+        return not self.cache.missing(rows)
+
     def flush(self) -> None:
         self.cache.flush()
 
@@ -76,6 +86,16 @@ class CacheSource(OnlineSource):
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         self.cache.refresh()
+
+
+def expects_stored(config: RunConfig) -> bool:
+    """Whether `open_source` would find everything, as far as the folders and options tell: nothing is opened."""
+    if config.features != "auto":
+        return config.features == "offline"
+    if os.path.isdir(config.path("answers")):
+        kept = os.path.isdir(config.path("answers", TAPS))
+        return os.path.isdir(config.path(CACHE)) or (config.keep_features and kept and not config.needs_teacher)
+    return config.keep_features and not config.needs_teacher
 
 
 def open_source(config: RunConfig, settings: dict, rows: Sequence[AnswerRow], width: int, rank: int) -> OnlineSource:

@@ -31,14 +31,16 @@ MAX_CACHE_GB = 16.0
 
 
 class Clock:
-    """Wall time with the device's queue drained, so that work is charged to the stage that issued it."""
+    """Wall time with the devices' queues drained, so that work is charged to the stage that issued it."""
 
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._sync = torch.cuda.synchronize if self._cuda else lambda: None
+    def __init__(self, *devices: torch.device):
+        """devices: those of the target, its main one first."""
+        self._cuda = devices[0].type == "cuda"
+        self._devices = dict.fromkeys(devices) if self._cuda else ()
 
     def now(self) -> float:
-        self._sync()
+        for device in self._devices:
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     def stamp(self) -> tuple[float, float | torch.cuda.Event]:
@@ -81,9 +83,9 @@ class Batch:
         self.answers = [Answer() for _ in requests]
         self.rows: list[int] = []
         self.waiting = deque(range(len(requests)))
-        self.clock = Clock(target.device)
+        self.clock = Clock(target.device, *target.layer_devices)
         self.capacity = max(columns_needed(request, proposer) for request in requests)
-        self.cache = TreeCache.for_config(target.config, self.slots, self.capacity, target.dtype, target.device)
+        self.cache = TreeCache.for_config(target.config, self.slots, self.capacity, target.dtype, target.layer_devices)
         proposer.begin(self.slots, self.capacity)
         self.prefills = self.rounds = self.request_rounds = 0
         self.prefill_seconds, self.part_seconds = 0.0, dict.fromkeys(PARTS, 0.0)
