@@ -25,8 +25,8 @@ PAGE = "report.html"
 FOLDER = Path(__file__).parent / "page"
 # In this order: later files use what earlier ones define.
 SCRIPTS = (
-    "dom.js", "table.js", "plot.js", "tree.js", "round.js", "viewer.js", "overview.js", "details.js", "runs.js",
-    "settings.js", "main.js",
+    "dom.js", "table.js", "plot.js", "tree.js", "round.js", "viewer.js", "overview.js", "details.js", "isolation.js",
+    "runs.js", "settings.js", "main.js",
 )  # fmt: skip
 STYLES = ("theme.css", "frame.css", "tables.css", "plots.css", "viewer.css")
 

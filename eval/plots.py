@@ -11,9 +11,16 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed, and none may exist
 from matplotlib import pyplot as plt
 
-from .records import PARTS
+from .records import AVERAGE, PARTS
 from .table import rows_of, sections
-from .tables import AVERAGE, averages_at, benchmark_names, temperatures
+from .tables import averages_at, benchmark_names, temperatures
+
+# A method has one colour in all pictures; plans of one method differ by the dash of their lines.
+COLOURS = {
+    "ar": "tab:gray", "dflash_chain": "tab:orange", "domino_chain": "tab:purple", "markov_chain": "tab:pink",
+    "ddtree": "tab:cyan", "per_node_serial": "tab:red", "dartree_fixed": "tab:green", "dartree_pruned": "tab:blue",
+}  # fmt: skip
+DASHES = ("-", "--", ":", "-.")
 
 
 def draw_plots(results: dict, folder: Path) -> list[Path]:
@@ -27,7 +34,6 @@ def draw_plots(results: dict, folder: Path) -> list[Path]:
 
     def save(figure, name: str, title: str) -> None:
         figure.suptitle(title)
-        figure.tight_layout()
         paths.append(folder / f"{name}.png")
         figure.savefig(paths[-1], dpi=110)
         plt.close(figure)
@@ -65,6 +71,27 @@ def _file_name(benchmark: str, temperature: float) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_]+', '-', benchmark)}-t{temperature:g}"
 
 
+def _styles(rows: list[dict]) -> dict[str, dict]:
+    """Colour and dash of the lines of each plan, by its id."""
+    plans: dict[str, list[str]] = {}
+    for row in rows:
+        own = plans.setdefault(row["method"], [])
+        if row["plan"] not in own:
+            own.append(row["plan"])
+    return {
+        plan: {"color": COLOURS[method], "linestyle": DASHES[place % len(DASHES)]}
+        for method, own in plans.items()
+        for place, plan in enumerate(own)
+    }
+
+
+def _legend(figure, axis) -> None:
+    """Beside the pictures: ten plans would cover what they name."""
+    handles, names = axis.get_legend_handles_labels()
+    if names:
+        figure.legend(handles, names, loc="outside right upper", fontsize=8, handlelength=3)
+
+
 def _bounds(rows: list[dict], value: str, figure: str) -> list[list[float]]:
     """Lengths of the error bars below and above. An interval need not contain the estimate: never negative."""
     pairs = [(row[value] or 0.0, row[f"{figure}_interval"]) for row in rows]
@@ -75,7 +102,7 @@ def _bounds(rows: list[dict], value: str, figure: str) -> list[list[float]]:
 
 
 def _draw_bars(rows: list[dict]):
-    figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.4 * len(rows)), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.4 * len(rows)), sharey=True, layout="constrained")
     for axis, value, label, color in zip(
         axes,
         ("tau_mean", "speedup"),
@@ -96,36 +123,30 @@ def _draw_bars(rows: list[dict]):
 
 
 def _draw_acceptance(rows: list[dict]):
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4))
+    figure, axes = plt.subplots(1, 3, figsize=(17, 4), layout="constrained")
+    rows = [row for row in rows if row["acceptance_by_position"]]
+    styles = _styles(rows)
     labels = ("accepted, given that the depth before was", "share of rounds that accept this depth")
     for axis, value, label in zip(axes, ("conditional", "survival"), labels, strict=False):
         for row in rows:
-            if row["acceptance_by_position"]:
-                depths = [point["depth"] for point in row["acceptance_by_position"]]
-                axis.plot(
-                    depths,
-                    [point[value] for point in row["acceptance_by_position"]],
-                    marker="o",
-                    ms=3,
-                    label=row["label"],
-                )
+            points = row["acceptance_by_position"]
+            xs, ys = [point["depth"] for point in points], [point[value] for point in points]
+            axis.plot(xs, ys, marker="o", ms=3, label=row["label"], **styles[row["plan"]])
         axis.set_xlabel("draft position")
         axis.set_title(label, fontsize=9)
         axis.set_ylim(0, 1.02)
     for row in rows:
-        if row["acceptance_by_position"]:
-            shares = [count / row["rounds"] for count in row["accepted_histogram"]]
-            axes[2].plot(range(len(shares)), shares, drawstyle="steps-mid", label=row["label"])
+        shares = [count / row["rounds"] for count in row["accepted_histogram"]]
+        axes[2].plot(range(len(shares)), shares, drawstyle="steps-mid", **styles[row["plan"]])
     axes[2].set_xlabel("draft tokens accepted")
     axes[2].set_title("share of rounds that accept so many", fontsize=9)
-    if axes[2].lines:
-        axes[2].legend(fontsize=8)
+    _legend(figure, axes[0])
     return figure
 
 
 def _draw_time(rows: list[dict]):
     rows = [row for row in rows if row["ms_per_round"]]
-    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.4 * len(rows)))
+    figure, axis = plt.subplots(figsize=(10, 1.5 + 0.4 * len(rows)), layout="constrained")
     left = [0.0] * len(rows)
     for part in (*PARTS, "rest"):
         widths = [
@@ -139,41 +160,47 @@ def _draw_time(rows: list[dict]):
     axis.set_yticks(range(len(rows)), [row["label"] for row in rows])
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds a round")
-    axis.legend(fontsize=8)
+    _legend(figure, axis)
     return figure
 
 
 def _draw_sweep(rows: list[dict], knob: str):
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for axis, value, label in zip(axes, ("tau_mean", "speedup"), ("tau", "speed-up over AR"), strict=True):
         for method in dict.fromkeys(row["method"] for row in rows):
             own = sorted((r for r in rows if r["method"] == method), key=lambda r: r["value"])
             errors = _bounds(own, value, value.removesuffix("_mean"))
             values = [row[value] or 0.0 for row in own]
-            axis.errorbar([row["value"] for row in own], values, yerr=errors, marker="o", capsize=3, label=method)
+            style = dict(marker="o", capsize=3, color=COLOURS[method], label=method)
+            axis.errorbar([row["value"] for row in own], values, yerr=errors, **style)
         axis.set_xlabel(knob)
         axis.set_ylabel(label)
         if knob != "beta":
             axis.set_xscale("log", base=2)
             ticks = sorted({row["value"] for row in rows})
             axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    axes[0].legend(fontsize=8)
+    _legend(figure, axes[0])
     return figure
 
 
 def _draw_throughput(rows: list[dict]):
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    figure, axes = plt.subplots(1, 2, figsize=(13, 4), layout="constrained")
+    styles = _styles(rows)
     labels = ("tokens a second", "speed-up over AR at the same concurrency")
     for axis, value, label in zip(axes, ("tokens_per_second", "speedup"), labels, strict=True):
         for plan in dict.fromkeys(row["plan"] for row in rows):
             own = sorted((r for r in rows if r["plan"] == plan), key=lambda r: r["concurrency"])
-            levels = [row["concurrency"] for row in own]
-            axis.plot(levels, [row[value] or 0.0 for row in own], marker="o", label=own[0]["label"])
-        axis.set_xlabel("requests at once")
+            levels, values = [row["concurrency"] for row in own], [row[value] or 0.0 for row in own]
+            style = dict(marker="o", ms=4, capsize=3, label=own[0]["label"], **styles[plan])
+            axis.errorbar(levels, values, yerr=_bounds(own, value, value), **style)
+        runs = "one run: no intervals" if rows[0]["runs"] == 1 else f"95 % intervals of {rows[0]['runs']} runs"
+        axis.set_xlabel(f"requests at once ({runs})")
         axis.set_ylabel(label)
+        # An interval of two runs can be so wide that it would flatten the lines: it may leave the picture.
+        axis.set_ylim(0, min(axis.get_ylim()[1], 1.5 * max(row[value] or 0.0 for row in rows)))
         axis.set_xscale("log", base=2)
         ticks = sorted({row["concurrency"] for row in rows})
         axis.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
     axes[1].axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
-    axes[0].legend(fontsize=8)
+    _legend(figure, axes[0])
     return figure

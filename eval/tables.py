@@ -205,7 +205,7 @@ def sweep_tables(results: dict) -> str:
 
 
 def throughput_tables(results: dict) -> str:
-    """By requests decoded at once: speed against AR at the same concurrency, tau, and the memory of the caches."""
+    """By requests decoded at once: speed against AR at the same concurrency, tau, memory of the caches, divergences."""
     groups: dict[tuple, dict[str, dict[int, dict]]] = {}
     for row in results["concurrency"]:
         plans = groups.setdefault((row["benchmark"], row["temperature"]), {})
@@ -220,6 +220,7 @@ def throughput_tables(results: dict) -> str:
         for title, cell in (
             ("Tokens a second, speed-up over AR at the same concurrency, tau:", _throughput),
             ("Keys and values allocated by target and drafter, GB:", lambda row: number(row["kv_cache_gb"], 3)),
+            ("Answers of all runs that left AR's text, and those of them that a near tie explains:", _left),
         ):
             body = [
                 [next(iter(own.values()))["label"], *(cell(own[n]) if n in own else "-" for n in levels)]
@@ -231,10 +232,13 @@ def throughput_tables(results: dict) -> str:
 
 def _throughput(row: dict) -> str:
     tau = "" if row["method"] == AR else f", tau {ranged(row['tau_mean'], row['tau_interval'])}"
-    tau += f", {row['diverged']} diverged ({row['near_ties']} near ties)" if row["diverged"] else ""
     interval = row["tokens_per_second_interval"]
     speed = number(row["tokens_per_second"], 1) + (f" ({interval[0]:.1f}–{interval[1]:.1f})" if interval else "")
     return f"{speed} tok/s, {ranged(row['speedup'], row['speedup_interval'], 'x')}{tau}"
+
+
+def _left(row: dict) -> str:
+    return "-" if row["diverged"] is None else f"{row['diverged']} / {row['near_ties']}"
 
 
 def divergence_table(results: dict) -> str:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from data.settings import RunConfig
-from eval import report, run_eval, tables
+from eval import plots, report, run_eval, tables
+from eval.decoding import proposals
 from eval.document import headline, markdown
 from eval.records import Divergence, Generation, Plan
 from eval.results import build_results
@@ -48,6 +49,8 @@ def test_plots_of_one_benchmark_bear_its_name_and_throughput_has_its_own(tmp_pat
             "speedup": 2.0,
             "speedup_interval": interval,
             "kv_cache_gb": 0.25 * c,
+            "diverged": c,
+            "near_ties": c - 1,
             "tau_mean": 3.0,
             "tau_interval": [2.5, 3.5],
         }  # fmt: skip
@@ -67,11 +70,40 @@ def test_plots_of_one_benchmark_bear_its_name_and_throughput_has_its_own(tmp_pat
     ]
     assert f"| dartree_pruned (B=4) | {' | '.join(cells)} |" in table
     assert f"builtin, T=0: 5 requests, {'1 run' if runs == 1 else '2 runs'} of each cell." in table
-    assert "| dartree_pruned (B=4) | 0.250 | 1.000 |" in table
+    assert "| dartree_pruned (B=4) | 0.250 | 1.000 |" in table and "| dartree_pruned (B=4) | 1 / 0 | 4 / 3 |" in table
     report_text = (tmp_path / "report.md").read_text()
     assert "cannot be resampled by prompt" in report_text and "`--concurrency_runs 3`" in report_text
     assert "| method | 1 at once | 4 at once |" in table
     assert f"| ar | 10.0{spans[0]} tok/s, 2.00x ({spans[2]}) |" in table
+
+
+def test_plans_of_one_method_share_a_colour_and_are_all_named_beside_the_picture():
+    chosen = Plan("dartree_pruned", 16, note="chosen from measured cost")
+    rows = sample((0.0,)) + [response([2, 1], f"p{n}", plan=chosen) for n in range(6)]
+    results = build_results(rows, SETTINGS)
+    figure = plots._draw_acceptance(results["averages"])
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert {name: (line.get_color(), line.get_linestyle()) for name, line in lines.items()} == {
+        "ddtree (B=4)": ("tab:cyan", "-"),
+        "dartree_pruned (B=4)": ("tab:blue", "-"),
+        "dartree_pruned (B=16)": ("tab:blue", "--"),
+    }
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(lines)
+    assert set(plots.COLOURS) >= {row["method"] for row in results["plans"]} | set(proposals.BUILDERS)
+
+
+def test_throughput_has_error_bars_that_do_not_flatten_it():
+    plan = {"plan": "p", "label": "p", "method": "ddtree", "runs": 2}
+    figures = {"tokens_per_second": 10.0, "tokens_per_second_interval": [9.0, 12.0], "speedup": 2.0}
+    row = {**plan, **figures, "concurrency": 1, "speedup_interval": [0.1, 40.0]}
+    speed, speedup = plots._draw_throughput([row]).axes
+    (bar,) = speed.containers[0].lines[2][0].get_segments()
+    assert bar.tolist() == [[1.0, 9.0], [1.0, 12.0]]
+    assert speedup.get_ylim() == (0.0, 3.0) and speed.get_ylim()[1] < 15.0
+    assert "95 % intervals of 2 runs" in speed.get_xlabel()
+    alone = {**row, "runs": 1, "tokens_per_second_interval": None, "speedup_interval": None}
+    assert "one run: no intervals" in plots._draw_throughput([alone]).axes[0].get_xlabel()
 
 
 def test_main_table_is_methods_by_benchmarks_with_an_average():

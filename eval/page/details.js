@@ -109,6 +109,27 @@ function acceptanceFigures(rows) {
         dash: row.dash,
       })),
     ),
+    el("details", {}, el("summary", {}, "Acceptance as a table"), acceptanceTable(drafted)),
+  );
+}
+
+// Beyond the last position that a method reached no round accepts so many, and no trial says how many would.
+function acceptanceTable(drafted) {
+  const places = [...Array(Math.max(...drafted.map((row) => row.acceptance_by_position.length))).keys()];
+  const columns = (group, key, beyond) =>
+    places.map((place) => {
+      const value = ({ acceptance_by_position: points }) => (place < points.length ? points[place][key] : beyond);
+      return { label: String(place + 1), group, value, show: (row) => percent(value(row), 1) };
+    });
+  return sortableTable(
+    "Acceptance by draft position",
+    [
+      METHOD,
+      ...columns("accepted, given that the position before was", "conditional", null),
+      ...columns("share of all rounds that accepted it", "survival", 0),
+      percentColumn("whole blocks", "whole_block_share"),
+    ],
+    drafted,
   );
 }
 
@@ -129,14 +150,18 @@ function histogramFigure(rows) {
 }
 
 function timeFigure(rows) {
-  const timed = rows.filter((row) => row.ms_per_round).map((row) => ({ name: row.label, parts: row.ms_per_round }));
+  const sum = (row) => PARTS.reduce((before, part) => before + row.ms_per_round[part], 0);
+  const timed = rows
+    .filter((row) => row.ms_per_round)
+    .map((row) => ({ name: row.label, parts: { ...row.ms_per_round, rest: row.ms_per_round_total - sum(row) } }));
   if (!timed.length) return null;
   const title = "Time of a round";
-  const picture = responsive((width) => stackedBars(width, timed, PARTS, { title }));
+  const parts = [...PARTS, "rest"];
+  const picture = responsive((width) => stackedBars(width, timed, parts, { title }));
   return figure(
     title,
-    el("div", {}, picture, legend(PARTS.map((name, part) => ({ name, part })))),
-    "milliseconds of each stage",
+    el("div", {}, picture, legend(parts.map((name, part) => ({ name, part })))),
+    "milliseconds of each stage, and what is left of the decoding time",
   );
 }
 
@@ -209,11 +234,16 @@ function differenceTable(results, rows) {
   const names = Object.fromEntries(results.plans.map((plan) => [plan.plan, plan.label]));
   const name = (plan) => names[plan] ?? plan;
   const sure = (key) => (row) =>
-    el("span", { class: excludesZero(row[`${key}_interval`]) }, signed(row[`${key}_difference`]));
+    el("span", { class: (row[`${key}_p_holm`] ?? 1) <= 0.05 ? "sure" : null }, signed(row[`${key}_difference`]));
+  const probability = (label, key, more) => {
+    const show = (row) => (typeof row[key] === "number" && row[key] < 0.001 ? "<0.001" : fixed(row[key], 3));
+    return { ...numberColumn(label, key, 3, more), show };
+  };
   const part = (title, key) => [
     { label: "a − b", group: title, value: (row) => row[`${key}_difference`], show: sure(key) },
     intervalColumn("95 %", `${key}_interval`, { group: title }),
-    numberColumn("p", `${key}_p`, 3, { group: title, hint: "two-sided bootstrap p of no difference" }),
+    probability("p", `${key}_p`, { group: title, hint: "two-sided bootstrap p of no difference" }),
+    probability("p, Holm", `${key}_p_holm`, { group: title, hint: "corrected for all pairs of this table" }),
   ];
   const columns = [
     { label: "a", value: (row) => name(row.a) },
@@ -222,9 +252,5 @@ function differenceTable(results, rows) {
     ...part("speed-up", "speedup"),
     numberColumn("pairs", "prompts", 0),
   ];
-  return sortableTable("Paired differences between methods; bold: the 95 % interval excludes 0", columns, rows);
-}
-
-function excludesZero(interval) {
-  return interval && (interval[0] > 0 || interval[1] < 0) ? "sure" : null;
+  return sortableTable("Paired differences between methods; bold: p ≤ 0.05 among all these pairs", columns, rows);
 }

@@ -3,6 +3,7 @@
 const SECTIONS = [
   ["results", "Results", ({ results }) => resultsSection(results)],
   ["details", "In detail", ({ results }) => detailSection(results)],
+  ["isolation", "Mechanism", ({ results }) => isolationSection(results)],
   [
     "trees",
     "Trees",

@@ -34,10 +34,15 @@ function label(x, y, text, anchor = "start", className = null) {
   return svg("text", { x, y, "text-anchor": anchor, class: className }, text);
 }
 
+// Room for the names left of horizontal bars: at most half the picture.
+function nameWidth(width, rows) {
+  return Math.min(width / 2, 14 + 7.2 * Math.max(...rows.map((row) => row.name.length)));
+}
+
 // Horizontal bars with 95 % intervals. rows: {name, method, value, interval, tip}.
 function intervalBars(width, rows, { title, reference = null, unit = "" }) {
   const above = width < 520;
-  const left = above ? 4 : Math.min(230, 14 + 7.2 * Math.max(...rows.map((row) => row.name.length)));
+  const left = above ? 4 : nameWidth(width, rows);
   const pitch = above ? 44 : 28;
   const bottom = rows.length * pitch + 4;
   const high = Math.max(...rows.map((row) => Math.max(row.value ?? 0, row.interval?.[1] ?? 0)), reference ?? 0, 1e-9);
@@ -86,7 +91,7 @@ function whisker(from, to, y) {
 // Stacked horizontal bars. rows: {name, parts: {part: number}}.
 function stackedBars(width, rows, parts, { title, unit = " ms" }) {
   const above = width < 520;
-  const left = above ? 4 : Math.min(230, 14 + 7.2 * Math.max(...rows.map((row) => row.name.length)));
+  const left = above ? 4 : nameWidth(width, rows);
   const pitch = above ? 44 : 28;
   const bottom = rows.length * pitch + 4;
   const total = (row) => parts.reduce((sum, part) => sum + (row.parts[part] ?? 0), 0);
@@ -131,9 +136,12 @@ function lines(width, series, { title, xLabel, yLabel, ordinal = false, zero = t
   const xs = unique(series.flatMap((s) => s.points.map((p) => p.x))).sort((a, b) => a - b);
   const place = ordinal ? scale([0, Math.max(1, xs.length - 1)], [area.left + 12, area.right - 12]) : null;
   const x = ordinal ? (v) => place(xs.indexOf(v)) : scale([xs[0], last(xs)], [area.left + 8, area.right - 8]);
-  const ys = series.flatMap((s) => s.points.flatMap((p) => [p.y, ...(p.interval ?? [])]));
-  const top = high ?? Math.max(...ys) * 1.05;
-  const y = scale([zero ? 0 : Math.min(...ys) * 0.95, top], [area.bottom, area.top]);
+  const values = series.flatMap((s) => s.points.map((p) => p.y));
+  const ys = [...values, ...series.flatMap((s) => s.points.flatMap((p) => p.interval ?? []))];
+  // An interval of two runs can be so wide that it would flatten the lines: it may leave the picture.
+  const top = high ?? Math.min(Math.max(...ys) * 1.05, Math.max(...values) * 1.5);
+  const rise = scale([zero ? 0 : Math.min(...ys) * 0.95, top], [area.bottom, area.top]);
+  const y = (value) => rise(Math.min(value, top));
   return picture(
     width,
     height,

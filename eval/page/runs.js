@@ -19,7 +19,9 @@ function sweepsSection(results) {
     numberColumn("T", "temperature", 1),
   ];
   const table = figuresTable("All sweeps", results.sweeps, before);
-  const text = "One option changed at a time, over the same prompts; AR was decoded again among them.";
+  const text =
+    "One option changed at a time, over the same prompts; AR was decoded again among them. dartree_pruned keeps at " +
+    "most W nodes at each position of the draft: a B above W × positions adds nothing to it, while ddtree fills any B.";
   return section(
     "sweeps",
     "Sweeps",
@@ -88,7 +90,7 @@ function loadFigures(rows) {
         .map((row) => ({
           x: row.concurrency,
           y: row[key],
-          interval: interval && row[interval],
+          interval: row[interval],
           tip: `${name}, ${row.concurrency} at once: ${fixed(row[key], 2)}${unit}`,
         })),
     }));
@@ -104,12 +106,14 @@ function loadFigures(rows) {
     {},
     el("h3", {}, `${rows[0].benchmark}, T=${rows[0].temperature}`),
     el("div", { class: "pair" }, [
-      one("tokens/s", "tokens_per_second", null, " tokens/s"),
+      one("tokens/s", "tokens_per_second", "tokens_per_second_interval", " tokens/s"),
       one("speed-up over AR", "speedup", "speedup_interval", "×"),
     ]),
     legend(plans.map(({ label: name, method, dash }) => ({ name, method, dash }))),
   );
 }
+
+const OVER_RUNS = "over the runs; none for a single run";
 
 function loadTable(rows) {
   const columns = [
@@ -118,12 +122,15 @@ function loadTable(rows) {
     textColumn("benchmark", "benchmark"),
     numberColumn("T", "temperature", 1),
     numberColumn("tokens/s", "tokens_per_second", 1, { best: "max", hint: "prefills inside" }),
+    intervalColumn("95 %", "tokens_per_second_interval", { hint: OVER_RUNS }),
     numberColumn("after prefill", "tokens_per_second_after_prefill", 1, { hint: "tokens/s without the prefills" }),
     numberColumn("speed-up", "speedup", 2, { hint: "against AR with as many requests at once" }),
-    intervalColumn("95 %", "speedup_interval", { hint: "over the runs; none for a single run" }),
+    intervalColumn("95 %", "speedup_interval", { hint: OVER_RUNS }),
     numberColumn("tau", "tau_mean"),
     intervalColumn("95 %", "tau_interval"),
     numberColumn("nodes", "nodes_per_round", 1, { hint: "of one request in a mean round" }),
+    numberColumn("diverged", "diverged", 0, { hint: "answers of all runs that differ from AR's at the lowest level" }),
+    numberColumn("near ties", "near_ties", 0),
     numberColumn("live", "live_requests", 1, { hint: "requests decoded in a mean round" }),
     ...partColumns("ms a round", "ms_per_round"),
     numberColumn("requests", "requests", 0),
@@ -164,7 +171,8 @@ function benchmarkTable(results) {
     textColumn("source", "source"),
     numberColumn("prompts", "prompts", 0),
     numberColumn("answers", "answers", 0),
-    numberColumn("skipped", "skipped", 0, { hint: "turns that are too long, or that the chat template refuses" }),
+    numberColumn("skipped", "skipped", 0, { hint: "prompts that are too long, or that the chat template refuses" }),
+    numberColumn("turns dropped", "turns_dropped", 0, { hint: "turns of these prompts that were too long by then" }),
     numberColumn("left out", "left_out", 0, { hint: "turns answered by some plans only" }),
   ];
   return results.benchmarks.length ? sortableTable("Benchmarks", columns, results.benchmarks) : null;
@@ -172,12 +180,18 @@ function benchmarkTable(results) {
 
 function divergences(results) {
   const rows = results.divergences;
-  const compared = results.summary.filter((row) => row.diverged !== null && row.method !== "ar");
-  const answers = compared.reduce((sum, row) => sum + row.answers, 0);
-  const ties = rows.filter((row) => row.near_tie).length;
-  const text = rows.length
-    ? `${rows.length} of ${answers} greedy answers differ from AR's; a near tie explains ${ties} of them.`
-    : `None of ${answers} greedy answers differs from AR's.`;
+  // A point that two sweeps share stands in both of them.
+  const points = unique(results.sweeps.map((row) => row.plan)).map((p) => results.sweeps.find((r) => r.plan === p));
+  // AR itself can answer otherwise with more requests at once.
+  const load = results.concurrency.map((row) => ({ ...row, answers: row.runs * row.requests }));
+  const texts = [
+    differing(
+      "greedy answers",
+      results.summary.filter((row) => row.method !== "ar"),
+    ),
+    differing("greedy answers of the sweeps", points),
+    differing("greedy answers of several requests at once", load),
+  ];
   const table = () =>
     sortableTable(
       "Answers that differ from AR's",
@@ -186,6 +200,7 @@ function divergences(results) {
         numberColumn("turn", "turn", 0),
         textColumn("benchmark", "benchmark"),
         textColumn("plan", "plan"),
+        textColumn("phase", "phase"),
         numberColumn("position", "position", 0),
         numberColumn("AR's token", "ar_token", 0),
         numberColumn("token", "token", 0),
@@ -201,7 +216,18 @@ function divergences(results) {
   return el(
     "div",
     {},
-    el("p", {}, text),
+    texts.filter(Boolean).map((text) => el("p", {}, text)),
     rows.length ? el("details", {}, el("summary", {}, "The divergences"), table()) : null,
   );
+}
+
+// Null where nothing was compared with AR: no greedy answers.
+function differing(what, rows) {
+  const compared = rows.filter((row) => typeof row.diverged === "number");
+  const sum = (key) => compared.reduce((before, row) => before + row[key], 0);
+  const [answers, diverged] = [sum("answers"), sum("diverged")];
+  if (!answers) return null;
+  return diverged
+    ? `${diverged} of ${answers} ${what} differ from AR's; a near tie explains ${sum("near_ties")} of them.`
+    : `None of ${answers} ${what} differs from AR's.`;
 }
