@@ -1,11 +1,15 @@
 """`--dry_run`: right sizes without a process group, a loaded weight or a written byte."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
+from models.checkpoint import save_draft_ids
+from models.drafter import DFlashDraftModel
 from models.target import load_target
 from tiny import tiny_drafter
-from training import train_drafter
+from training import dry_run, train_drafter
 from training.dry_run import state_bytes
 from training.objective import Objective
 from training_runs import answer_rows, write_run
@@ -82,6 +86,49 @@ def test_no_target_is_merged_or_converted(run, capsys, monkeypatch, tmp_path, ki
     figures = said(capsys, run, *words)
     assert figures["drafter"] == plain["drafter"] and figures["target, frozen"] == plain["target, frozen"]
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "plain", "each"),
+    [
+        ("none", "fp32", 4, 4),
+        ("bnb-nf4", "fp32", 4, 0.5625),
+        ("bnb-int8", "bf16", 2, 1),
+        ("torchao-int8", "bf16", 2, 1),
+    ],
+)
+def test_a_quantised_target_is_counted_as_such(run, capsys, monkeypatch, quantization, dtype, plain, each):
+    """Its linear layers, not its tables and norms. Nothing is quantised for it, and no package needed."""
+    target = load_target(str(run.parent / "target"), torch.float32)
+    sizes = {name: p.numel() for name, p in target.model.named_parameters()}
+    linear = sum(size for name, size in sizes.items() if "_proj." in name)
+    assert 0 < linear < sum(sizes.values())
+    monkeypatch.setattr(dry_run, "_gib", str)
+    figures = said(capsys, run, "--quantization", quantization, "--dtype", dtype, "--features", "online")
+    held = round((sum(sizes.values()) - linear) * plain + linear * each)
+    assert f" drafter + {held} target = " in figures["ZeRO-1 on 1 ranks, this run"]
+
+
+def test_a_start_from_a_drafter_has_that_drafters_sizes(run, capsys, tmp_path):
+    """Its own width of the MLP and its draft vocabulary."""
+    target = load_target(str(run.parent / "target"), torch.float32)
+    ids = torch.tensor([1, *range(10, 30)])
+    model = tiny_drafter(target, block_size=4, target_layer_ids=(0, 2), draft_vocab_size=len(ids)).model
+    config = deepcopy(model.config)
+    config.intermediate_size = 2 * config.intermediate_size
+    model = DFlashDraftModel(config)
+    model.save_pretrained(tmp_path / "start")
+    save_draft_ids(tmp_path / "start", ids)
+    words = ["--init_drafter", str(tmp_path / "start"), "--init_from_target", "false"]
+    figures, count = said(capsys, run, *words), sum(p.numel() for p in model.parameters())
+    assert figures["drafter"] == f"{count:,}, {count:,} of them trained"
+    frozen = said(capsys, run, *words, "--trainable", "head")["drafter"]
+    heads = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("prefix_gru", "embed_proj")))
+    assert frozen == f"{count:,}, {heads:,} of them trained"
+    assert train_drafter.main([str(run), "--dry_run", *words, "--num_draft_layers", "3"]) == 2
+    assert "does not fit this run: num_draft_layers is 2 there, 3 here" in capsys.readouterr().err
+    assert train_drafter.main([str(run), "--dry_run", "--trainable", "lora"]) == 2
+    assert "trainable is lora: give --init_drafter" in capsys.readouterr().err
 
 
 def test_a_mistake_is_still_a_mistake(run, capsys):

@@ -1,6 +1,7 @@
 """The stage `features` and the sources of hidden states: what is stored, resumed, refused, and the same losses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,20 @@ def test_losses_are_the_same_wherever_features_come_from(run, packing, terms):
 def test_offline_needs_every_row_and_names_the_command(run):
     with pytest.raises(ValueError, match="lacks 7 of 7 rows, such as row-0; run: bash launch.sh features CONFIG"):
         losses(run, features="offline")
+
+
+def test_a_cache_that_lacks_only_rows_which_are_never_trained_is_whole(run):
+    """A hybrid run stores what it trains; a row without two adjacent answer tokens is not among it."""
+    config = load_config(str(run))
+    target = load_target(config.target, torch.float32)
+    settings = feature_cache.cache_settings(target, config.target, TAPS)
+    cache = FeatureCache(config.path("cache"), settings, 640, writing=True)
+    make_features.fill(cache, target, TAPS, ROWS, 4)
+    barren = type(ROWS[0])("barren", "d", [3, 4], [5], "length")
+    for kind, name in (("auto", "offline"), ("offline", "offline"), ("hybrid", "hybrid")):
+        data = build_data(replace(config, features=kind), [barren, *ROWS], settings, target, flex=False)
+        assert (data.source.name, data.skipped, len(data)) == (name, 1, len(ROWS))
+        assert data.source.complete(data.documents.rows)
 
 
 def test_auto_takes_a_whole_cache_and_else_the_target(run):

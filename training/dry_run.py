@@ -21,6 +21,7 @@ from data.fetch_target import resolve_target
 from data.settings import RunConfig
 from models.configuration import build_drafter_config
 from models.drafter import DFlashDraftModel
+from models.quantization import BYTES
 from models.target import Target, choose_dtype, outline_target
 from training.adapters import choose_trainable, head_names
 from training.arguments import world, zero_stage
@@ -28,6 +29,7 @@ from training.objective import loss_chunk
 from training.plan import begin, build_spec, decodes
 from training.rows import PackedRows, TrainingRows, TrainingSet
 from training.sources import expects_stored
+from training.warm_start import agree_with_start, outline_start, start_config
 
 _BYTES_OF_A_TOKEN = 7  # of JSON, in answers.jsonl
 
@@ -37,9 +39,14 @@ def describe_run(config: RunConfig) -> str:
     arguments, device = begin(config)
     target = _outline(config, choose_dtype(config.dtype, device))
     rows = _rows(config)
-    _, spec = build_spec(config, target, rows)
+    start = outline_start(config, target)
+    draft_ids, spec = build_spec(config, target, rows)
+    if start is None:
+        sizes = build_drafter_config(target.config, spec, config.num_draft_layers)
+    else:
+        sizes = start_config(start, agree_with_start(start, spec, draft_ids, config)[1])
     with torch.device("meta"):
-        drafter = DFlashDraftModel(build_drafter_config(target.config, spec, config.num_draft_layers))
+        drafter = DFlashDraftModel(sizes)
         choose_trainable(drafter, config)
     sections = (
         ("parameters", _parameters(drafter, target)),
@@ -83,7 +90,7 @@ def _parameters(drafter: DFlashDraftModel, target: Target) -> dict[str, str]:
 
 def _memory(drafter: DFlashDraftModel, target: Target, config: RunConfig, ranks: int, arguments) -> dict[str, str]:
     size, chosen = torch.finfo(target.dtype).bits // 8, zero_stage(arguments.deepspeed)
-    held, entries = _count(target.model) * size, {}
+    held, entries = target_bytes(target, config.quantization), {}
     if config.quantization == "none" and expects_stored(config) and not decodes(config, arguments):
         entries["target's layers"] = "stay on disk, because features are stored"
         held -= _count(target.decoder.layers) * size
@@ -99,6 +106,14 @@ def _memory(drafter: DFlashDraftModel, target: Target, config: RunConfig, ranks:
         f"{_gib(chunk * vocabulary * 4)} an array ({chunk} slots x {vocabulary} tokens)"
     )
     return entries
+
+
+def target_bytes(target: Target, quantization: str) -> int:
+    """Bytes of the target's weights. Quantised are its linear layers but the LM head."""
+    size, head = torch.finfo(target.dtype).bits // 8, target.model.get_output_embeddings()
+    layers = [m for m in target.model.modules() if isinstance(m, nn.Linear) and m is not head]
+    quantised = 0 if quantization == "none" else sum(layer.weight.numel() for layer in layers)
+    return round((_count(target.model) - quantised) * size + quantised * BYTES.get(quantization, size))
 
 
 def state_bytes(parameters: int, trained: int, size: int, ranks: int, stage: int) -> int:

@@ -218,8 +218,9 @@ def build_data(config: RunConfig, rows: list[AnswerRow], needed: dict, target: T
         needed: of `data.feature_cache.cache_settings`.
         flex: the attention is compiled, and wants batches of one shape.
     """
-    source = open_source(config, needed, rows, target.config.hidden_size, world()[0])
-    documents = TrainingRows(rows, config.max_row_length, config.anchors_per_row, config.seed, source, flex)
+    documents = TrainingRows(rows, config.max_row_length, config.anchors_per_row, config.seed, fixed_shapes=flex)
+    # Rows without anchors are never trained: a source that lacks them is complete.
+    documents.source = open_source(config, needed, documents.rows, target.config.hidden_size, world()[0])
     return PackedRows(documents) if config.packing else documents
 
 

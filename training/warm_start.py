@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from data.settings import RunConfig
-from models.checkpoint import Drafter, load_drafter
+from models.checkpoint import Drafter, load_drafter, read_config
 from models.configuration import DrafterSpec
 from models.drafter import DFlashDraftModel
 from models.fitting import check_against_target, drop_equal_tables
@@ -33,7 +33,41 @@ FIXED = ("block_size", "mask_token_id", "target_layer_ids", "shift_label")
 def read_start(config: RunConfig, target: Target) -> Drafter | None:
     """The checkpoint of `init_drafter`, in fp32; None without one.
 
-    Raises ValueError when it cannot be this target's, and when `trainable` needs one or leaves nothing to train.
+    Raises ValueError when it cannot be this target's, and as `start_folder` does.
+    """
+    folder = start_folder(config)
+    if folder is None:
+        return None
+    start = load_drafter(folder, torch.float32, allow_extra=config.allow_extra)
+    check_against_target(start.spec, start.model.config, target)
+    start = drop_equal_tables(start, target)
+    if start.tables(target) is not target:
+        raise ValueError(
+            f"init_drafter: {config.init_drafter} has an embedding or LM head of its own; training uses the target's"
+        )
+    return start
+
+
+def outline_start(config: RunConfig, target: Target) -> Drafter | None:
+    """As `read_start` without the weights, on torch's meta device: every size at no cost.
+
+    What only the tensors tell is not looked at.
+    """
+    folder = start_folder(config)
+    if folder is None:
+        return None
+    sizes = read_config(folder)
+    spec = DrafterSpec.from_config(sizes)
+    check_against_target(spec, sizes, target)
+    with torch.device("meta"):
+        kept = torch.empty(spec.draft_vocab_size) if spec.draft_vocab_size else None
+        return Drafter(DFlashDraftModel(sizes), kept)
+
+
+def start_folder(config: RunConfig) -> str | None:
+    """The folder of `init_drafter`; None without one.
+
+    Raises ValueError when there is none, and when `trainable` needs one or leaves nothing to train.
     """
     if config.trainable == "head" and config.head == "none":
         raise ValueError("trainable is head, but head is none: there is nothing to train")
@@ -44,14 +78,7 @@ def read_start(config: RunConfig, target: Target) -> Drafter | None:
     folder = local_folder(config.init_drafter, "init_drafter")
     if not Path(folder).is_dir():
         raise ValueError(f"init_drafter: no such folder: {folder}")
-    start = load_drafter(folder, torch.float32, allow_extra=config.allow_extra)
-    check_against_target(start.spec, start.model.config, target)
-    start = drop_equal_tables(start, target)
-    if start.tables(target) is not target:
-        raise ValueError(
-            f"init_drafter: {config.init_drafter} has an embedding or LM head of its own; training uses the target's"
-        )
-    return start
+    return folder
 
 
 def agree_with_start(
