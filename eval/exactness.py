@@ -9,6 +9,7 @@ import torch
 
 from models.target import Target
 
+from .cells import Cell
 from .records import AR, Divergence, Generation
 from .store import Asking, asking
 
@@ -72,3 +73,29 @@ def find_divergences(
         ids = prompt_ids[where]
         found.append(divergence(target, ids, reference[where], g.tokens, threshold, plan=g.plan.id, **names))
     return found
+
+
+def compare_cells(
+    target: Target, cells: Sequence[Cell], prompts: Sequence[list[int]], threshold: float
+) -> dict[tuple, tuple[int, int]]:
+    """(Answers that differ from AR's, those of them that a near tie explains) of each cell, by its key; empty when they
+    are no greedy answers.
+
+    AR's are those of the fewest requests at once: a fault of decoding several at once may be in all others alike.
+
+    Args:
+        cells: of the same prompts, AR's among them.
+        prompts: token ids, in the order of the cells' answers.
+    """
+    if not cells or cells[0].temperature != 0:
+        return {}
+    reference = min((c for c in cells if c.plan.method == AR), key=lambda c: (c.concurrency, c.run)).answers
+    near: dict[tuple, bool] = {}  # runs and plans mostly differ in the same way
+    counts = {}
+    for cell in cells:
+        found = [(i, tuple(own)) for i, own in enumerate(cell.answers) if own != reference[i]]
+        for i, own in set(found) - near.keys():
+            names = {"prompt_id": str(i), "method": cell.plan.method}
+            near[i, own] = divergence(target, prompts[i], reference[i], list(own), threshold, **names).near_tie
+        counts[cell.key] = len(found), sum(near[key] for key in found)
+    return counts

@@ -30,10 +30,11 @@ def held_out(config: RunConfig, usable: Callable, count: int, otherwise: str = "
         first = reported(config, source, benchmark.count)
         prompts |= {p.id: p for p in fit[first : first + share]}
     if not prompts:
+        several = f" or {config.concurrency_prompts} (concurrency_prompts)" if config.concurrency else ""
         raise ValueError(
             f"no usable held-out prompt of {' '.join(sources)} is left beyond the first "
-            f"{config.eval_prompts or 'published'} (eval_prompts) that the report uses: lower eval_prompts or give "
-            f"--train_eval_sources{otherwise}"
+            f"{config.eval_prompts or 'published'} (eval_prompts){several} that the report uses: lower eval_prompts or "
+            f"give --train_eval_sources{otherwise}"
         )
     return list(prompts.values())[:count]
 
@@ -42,4 +43,7 @@ def reported(config: RunConfig, source: str, published: int = 0) -> int:
     """Prompts of a source that the eval stage reports; `published` stands for all that the published tables use."""
     if source not in config.benchmarks:
         return 0
-    return config.eval_prompts or (BUILTIN_COUNT if source == BUILTIN else published)
+    count = config.eval_prompts or (BUILTIN_COUNT if source == BUILTIN else published)
+    # Several at once are measured on prompts of the first benchmark, which may be more.
+    loaded = config.concurrency and source == config.benchmarks[0]
+    return max(count, config.concurrency_prompts) if loaded else count

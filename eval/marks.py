@@ -15,8 +15,10 @@ from data.fetch_target import resolve_target
 from data.settings import RunConfig
 from data.target_adapter import adapter_digest
 from models.checkpoint import DRAFT_VOCABULARY
+from models.target import choose_dtype
 
 from .calibration import CALIBRATION
+from .environment import hardware, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 # Options that add answers without changing what an answer is, nor which plans its prompt is decoded by in turn: what
@@ -26,6 +28,7 @@ _GROWING = (
     "sweep_candidates", "sweep_beta", "sweep_benchmark", "sweep_prompts", "trace_prompts", "concurrency",
     "concurrency_prompts", "concurrency_runs", "max_cache_gb",
 )  # fmt: skip
+FOLDER_DIGITS = 12  # of a mark, in the name of its folder
 # Options that decide nothing.
 _PLACES = ("run_dir", "cache_dir", "trust_remote_code", "drafter")
 
@@ -42,17 +45,32 @@ def options_of(config: RunConfig) -> dict:
     return {name: getattr(config, name) for name in own}
 
 
-def fingerprints(config: RunConfig, drafter_folder: str) -> tuple[str, str]:
+def measured_on(config: RunConfig, device: str, ranks: int) -> dict:
+    """What decides a time beside the options, and what their `auto` stands for: a stored answer counts where all of it
+    is the same, so that what the settings of a result say holds for every answer in it.
+
+    Args:
+        device: cpu or cuda, without the number that tells ranks apart.
+    """
+    machine = {name: value for name, value in hardware().items() if name != "memory_gb"}  # differs between two boots
+    dtype = str(choose_dtype(config.dtype, device))
+    return {"device": device, "dtype": dtype, "ranks": ranks, "hardware": machine, "versions": versions()}
+
+
+def fingerprints(config: RunConfig, drafter_folder: str, measured: dict) -> tuple[str, str]:
     """(Hash of what decides a stored answer and its timing, hash of everything that decides the results).
 
     Every option of this stage counts unless it is named above, so that a new one is never forgotten.
+
+    Args:
+        measured: of `measured_on`.
     """
     weights = _digest_of(Path(drafter_folder))
     calibration = [config.path(CALIBRATION)] if config.confidence_threshold else []
     for source in (*config.prompts, *calibration):
         if os.path.isfile(source):
             weights.update(Path(source).read_bytes())
-    options = options_of(config) | {"target": target_identity(resolve_target(config))}
+    options = options_of(config) | measured | {"target": target_identity(resolve_target(config))}
     if config.target_adapter:
         options["target_adapter"] = adapter_digest(config.target_adapter)
     decided = {name: value for name, value in options.items() if name not in _GROWING}
@@ -81,6 +99,12 @@ def _digest_of(drafter: Path):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest
+
+
+def others(config: RunConfig, mark: str) -> int:
+    """How many other measurements RUN/eval holds, where it holds none of this mark."""
+    folders = {path.name for path in Path(config.path("eval")).glob("*") if path.is_dir()}
+    return 0 if mark[:FOLDER_DIGITS] in folders else len(folders)
 
 
 def already_done(config: RunConfig, fingerprint: str) -> bool:

@@ -14,7 +14,7 @@ from models.quantization import precision_name
 from models.target import Target
 
 from .document import headline, markdown
-from .environment import git_commit, hardware, versions
+from .environment import hardware, versions
 from .marks import options_of
 from .plots import draw_plots
 from .records import Generation
@@ -42,7 +42,6 @@ def collect_settings(config: RunConfig, target: Target, drafter: Drafter, drafte
         "engine": {name: provenance.get(name) for name in _ENGINE} if provenance else None,
         "hardware": hardware(),
         "versions": versions(),
-        "git_commit": git_commit(),
         **{name: value for name, value in options_of(config).items() if name not in ("target", "device", "dtype")},
         "provenance": provenance,
     }

@@ -5,8 +5,8 @@
     deepspeed eval/run_eval.py [CONFIG] [--key value ...]   # all GPUs: prompts sharded, one rank writes the report
 
 Resumable: every decoded request is appended to RUN/eval/MARK/rank-N.jsonl, and a rerun decodes only what is missing;
-more prompts, benchmarks, temperatures or sweeps continue what is there. Results do not depend on the number of ranks:
-each request has its own random stream.
+more prompts, benchmarks, temperatures or sweeps continue what is there, on the same machine with the same libraries.
+Answers do not depend on the number of ranks: each request has its own random stream.
 """
 
 from __future__ import annotations
@@ -19,35 +19,31 @@ if not __package__:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from data.settings import RunConfig, run_stage
 from eval.ask import Asker, conversation, warm_up
-from eval.budget import SIZES, BudgetChoice, choose_budget, verify_cost
-from eval.budget_policy import BudgetCalibration, calibrate_budget, unmeasured
-from eval.decoding.loop import Request, generate
+from eval.beforehand import calibrate, check_memory, choose
+from eval.budget import BudgetChoice
 from eval.document import headline
-from eval.exactness import find_divergences
+from eval.environment import git_commit
+from eval.exactness import compare_cells, find_divergences
 from eval.html_report import write_page
-from eval.marks import already_done, command_of, fingerprints
+from eval.marks import already_done, command_of, fingerprints, measured_on, others
 from eval.metrics import peak_memory
-from eval.plans import chosen_methods, configured_plan, labels, main_plans, sweep_points, tree_options, unique
+from eval.plans import chosen_methods, labels, main_plans, sweep_points, unique
 from eval.records import AR, MAIN, SWEEP, Generation, Plan
-from eval.report import collect_settings, write_report, write_whole
+from eval.report import collect_settings, write_report
 from eval.results import build_results
-from eval.session import Asked, Session, load_benchmarks, load_session
+from eval.session import Asked, Session, load_benchmarks, load_session, take_device
 from eval.store import Asking, Store
-from eval.throughput import concurrency_prompts, concurrency_rows, measure_concurrency
+from eval.throughput import concurrency_requests, concurrency_rows, measure_concurrency
 from eval.traces import write_traces
 from models.checkpoint import finished_drafter
-
-COSTS = "round-cost.json"  # beside the stored answers
 
 
 def main(argv: list[str]) -> int:
@@ -70,6 +66,14 @@ class Work:
     points: list[tuple[str, float, Plan]]
 
     @property
+    def parts(self) -> list[tuple[str, Asked, float, list[Plan]]]:
+        """(Phase, benchmark, temperature, plans) of everything, in the order of the tables."""
+        parts = [(MAIN, asked, t, plans) for t, plans in self.plans.items() for asked in self.asked]
+        if self.swept:
+            parts.append((self.sweep_phase, self.swept, next(iter(self.plans)), self.sweep_plans))
+        return parts
+
+    @property
     def sweep_plans(self) -> list[Plan]:
         return unique([Plan(AR), *(plan for _, _, plan in self.points)])
 
@@ -83,37 +87,55 @@ class Work:
 def evaluate(config: RunConfig, command: str) -> None:
     """Runs what is missing, then writes RUN/results.json, report.md and plots. Raises ValueError for user mistakes."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    folder = finished_drafter(config.run_dir, config.drafter)
-    if already_done(config, fingerprints(config, folder)[1]):
+    if ranks > 1:
+        # A rank may finish its share long before the others.
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
+    _evaluate(config, command, rank, ranks)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def _evaluate(config: RunConfig, command: str, rank: int, ranks: int) -> None:
+    folder, commit = finished_drafter(config.run_dir, config.drafter), git_commit()
+    measured = measured_on(config, take_device(config, ranks).split(":")[0], ranks)
+    if _shared(lambda: already_done(config, fingerprints(config, folder, measured)[1]), rank, ranks):
         if rank == 0:
             print(f"eval: finished already, see {config.path('report.md')}")
         return
     session = load_session(config, folder, rank, ranks)
     # Once more: a target from the Hub has a commit only when it is in the cache.
-    mark, whole = fingerprints(config, folder)
+    mark, whole = _shared(lambda: fingerprints(config, folder, measured), rank, ranks)
     methods = chosen_methods(config, session.drafter.spec.head_type)
     asked = load_benchmarks(session)
     swept = _swept(config, asked)
     points = sweep_points(config, session.drafter.spec, methods)
-    if ranks > 1:
-        # A rank may finish its share long before the others.
-        dist.init_process_group("gloo", timeout=timedelta(days=7))
+    work = Work(asked, _plans(session, methods, None), swept if points else None, points)
+    check_memory(session, [(part, plans) for _, part, _, plans in work.parts], next(iter(work.plans.values())))
+    if rank == 0 and (count := others(config, mark)):
+        print(
+            f"eval: starts a new measurement; {count} in {config.path('eval')} had other options, weights, versions or "
+            "another machine"
+        )
     store = Store(config, mark, rank)
     choice = None
     if "dartree_pruned" in methods and config.choose_budget:
-        choice = _shared(lambda: choose(session, store, asked), session)
-    spec, budget = session.drafter.spec, choice and choice.budget
-    plans = {t: main_plans(config, spec, methods, budget, t) for t in dict.fromkeys(config.temperatures)}
-    work = Work(asked, plans, swept if points else None, points)
+        choice = _shared(lambda: choose(session, store, asked), rank, ranks)
+        work.plans = _plans(session, methods, choice.budget)
     if "dartree_pruned" in methods and "cost-aware" in config.budget_policy:
-        session.calibration = _shared(lambda: calibrate(session, store, asked), session)
+        session.calibration = _shared(lambda: calibrate(session, store, asked), rank, ranks)
+    if rank == 0:
+        store.add_commit(commit)
     decode(session, store, work)
     if ranks > 1:
         dist.barrier()
     if rank == 0:
-        finish(session, Store(config, mark, rank), work, choice, fingerprint=whole, command=command)
-    if ranks > 1:
-        dist.destroy_process_group()
+        store = Store(config, mark, rank)
+        finish(session, store, work, choice, whole, command=command, git_commit=commit, git_commits=store.commits)
+
+
+def _plans(session: Session, methods: Sequence[str], budget: int | None) -> dict[float, list[Plan]]:
+    config = session.config
+    return {t: main_plans(config, session.drafter.spec, methods, budget, t) for t in dict.fromkeys(config.temperatures)}
 
 
 def decode(session: Session, store: Store, work: Work) -> None:
@@ -138,106 +160,80 @@ def _swept(config: RunConfig, asked: list[Asked]) -> Asked | None:
     return Asked(whole.name, whole.source, whole.prompts[: config.sweep_prompts], whole.skipped)
 
 
-def choose(session: Session, store: Store, asked: list[Asked]) -> BudgetChoice:
-    """The budget for this machine, from training prompts only; kept for a resumed evaluation."""
-    if store.choice is not None:
-        return store.choice
-    config = session.config
-    answers = []
-    prompts = session.training_prompts(8, config.seed, _evaluated(session, asked))
-    for ids in tqdm(prompts, desc="budget: acceptance on training prompts"):
-        proposer = session.proposer("dartree_pruned")
-        answers += generate(session.target, proposer, [Request(ids, min(48, config.max_new_tokens))])
-    sizes = [*(s for s in SIZES if s < config.budget), config.budget]
-    context = len(ids) + config.max_new_tokens // 2
-    # The first answer warms up.
-    choice = choose_budget(
-        answers[1:] or answers, verify_cost(session.target, session.drafter.spec.target_layer_ids, sizes, context)
-    )
-    store.save_choice(choice)
-    return choice
-
-
-def calibrate(session: Session, store: Store, asked: list[Asked]) -> BudgetCalibration:
-    """Costs of this machine for the cost-aware budget, from training prompts only.
-
-    There is one calibration of all stored answers, kept beside them: another temperature has another folder
-    (eval/marks.py), and a later evaluation with more requests at once adds their costs to those that are there.
-    """
-    config = session.config
-    path = store.folder / COSTS
-    known = BudgetCalibration.from_dict(json.loads(path.read_text())) if path.is_file() else None
-    if known is not None and not unmeasured(known, config.concurrency):
-        return known
-    print("eval: measures what a round costs on this machine")
-    plan = configured_plan(config, session.drafter.spec, "dartree_pruned")
-    measured = calibrate_budget(
-        session.target,
-        session.drafter,
-        tree_options(config, plan),
-        session.training_prompts(8, config.seed, _evaluated(session, asked)),
-        config.concurrency,
-        (64, max(128, config.max_prompt_length + config.max_new_tokens)),
-        config.temperatures[0],
-        known,
-    )
-    write_whole(path, json.dumps(measured.to_dict()) + "\n")
-    return BudgetCalibration.from_dict(measured.to_dict())  # to the last bit what a resumed evaluation reads
-
-
-def _evaluated(session: Session, asked: list[Asked]) -> set[str]:
-    """First turns of everything that is evaluated: nothing is chosen or measured on them beforehand."""
-    prompts = [prompt for a in asked for prompt in a.prompts]
-    if session.config.concurrency:
-        prompts += concurrency_prompts(session)[1]
-    return {prompt.turns[0] for prompt in prompts}
-
-
-def _shared(compute, session: Session):
-    """Rank 0 measures; everyone uses its answer."""
-    box = [compute() if session.rank == 0 else None]
-    if session.ranks > 1:
+def _shared(compute: Callable, rank: int, ranks: int):
+    """Rank 0 measures; everyone uses its answer, or raises its ValueError."""
+    box: list = [None, None]
+    if rank == 0:
+        try:
+            box[0] = compute()
+        except ValueError as error:
+            box[1] = error
+    if ranks > 1:
         dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
     return box[0]
 
 
-def finish(session: Session, store: Store, work: Work, choice: BudgetChoice | None, **marks) -> None:
-    """Compares every greedy text with AR's, and writes the report."""
+def finish(
+    session: Session, store: Store, work: Work, choice: BudgetChoice | None, fingerprint: str, **settings
+) -> None:
+    """Compares every greedy text with AR's, measures several requests at once, and writes the report.
+
+    Args:
+        fingerprint: of the finished results. Until all is measured they carry none, so that a rerun goes on.
+    """
+    config, target = session.config, session.target
     generations, prompts = collect(session, store, work)
-    cells = []
-    if session.config.concurrency:
-        temperature, plans = next(iter(work.plans.items()))
-        cells = measure_concurrency(session, store.folder, plans, temperature)
-    settings = collect_settings(
-        session.config,
-        session.target,
-        session.drafter,
-        session.drafter_folder,
-        budget_choice=asdict(choice) if choice else None,
-        budget_calibration=session.calibration.to_dict() if session.calibration else None,
-        ranks=session.ranks,
-        peak_memory_gb=peak_memory(generations),
-        seconds=sum(g.prefill_seconds + g.seconds for g in generations),
-        **marks,
-    )
+    settings |= {
+        "budget_choice": asdict(choice) if choice else None,
+        "budget_calibration": session.calibration.to_dict() if session.calibration else None,
+        "ranks": session.ranks,
+        "peak_memory_gb": peak_memory(generations),
+        "seconds": sum(g.prefill_seconds + g.seconds for g in generations),
+        "fingerprint": None,
+    }
     results = build_results(
         generations,
-        settings,
-        find_divergences(session.target, generations, prompts, session.config.near_tie),
-        session.config.seed,
+        collect_settings(config, target, session.drafter, session.drafter_folder, **settings),
+        find_divergences(target, generations, prompts, config.near_tie),
+        config.seed,
         generate_speeds(store, prompts),
-        [
-            {"benchmark": a.name, "source": a.source, "prompts": len(a.prompts), "skipped": a.skipped}
-            for a in work.asked
-        ],
+        [_benchmark_row(asked) for asked in work.asked],
         work.points,
-        concurrency_rows(cells, labels(unique([cell.plan for cell in cells])), session.config.seed),
     )
     traces = write_traces(session, [question for asked in work.asked for question in asked.questions])
+    if config.concurrency:
+        _write(session, results, traces, generations)  # stands whatever becomes of the longer measurement
+        results["concurrency"] = _concurrency(session, store, work)
+    results["settings"]["fingerprint"] = fingerprint
+    _write(session, results, traces, generations)
+    print(headline(results))
+    print(f"eval: the whole report is {config.path('report.md')}")
+
+
+def _benchmark_row(asked: Asked) -> dict:
+    return {
+        "benchmark": asked.name,
+        "source": asked.source,
+        "prompts": len(asked.prompts),
+        "turns": sum(len(prompt.turns) for prompt in asked.prompts),
+        "skipped": asked.skipped,
+    }
+
+
+def _write(session: Session, results: dict, traces: dict | None, generations: list[Generation]) -> None:
     write_page(session.config.run_dir, results, traces)
     write_report(session.config.run_dir, results, generations)
-    print(headline(results))
-    print(f"eval: the whole report is {session.config.path('report.md')}")
+
+
+def _concurrency(session: Session, store: Store, work: Work) -> list[dict]:
+    """The rows of several requests at once, at the first temperature."""
+    temperature, plans = next(iter(work.plans.items()))
+    cells = measure_concurrency(session, store.folder, plans, temperature)
+    prompts = [request.prompt_ids for request in concurrency_requests(session, temperature)[1]]
+    differences = compare_cells(session.target, cells, prompts, session.config.near_tie)
+    return concurrency_rows(cells, labels(unique([cell.plan for cell in cells])), session.config.seed, differences)
 
 
 def collect(session: Session, store: Store, work: Work) -> tuple[list[Generation], dict[Asking, list[int]]]:
@@ -245,10 +241,7 @@ def collect(session: Session, store: Store, work: Work) -> tuple[list[Generation
     their prompts."""
     generations: list[Generation] = []
     prompts: dict[Asking, list[int]] = {}
-    parts = [(MAIN, asked, t, plans) for t, plans in work.plans.items() for asked in work.asked]
-    if work.swept:
-        parts.append((work.sweep_phase, work.swept, next(iter(work.plans)), work.sweep_plans))
-    for phase, asked, temperature, plans in parts:
+    for phase, asked, temperature, plans in work.parts:
         own = dict(pair for q in asked.questions for pair in conversation(session, store, phase, q, temperature))
         generations += store.answers(own, plans)
         prompts |= own

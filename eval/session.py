@@ -24,7 +24,7 @@ from .budget_policy import BudgetCalibration, make_policy
 from .calibration import read_temperature
 from .decoding.proposals import make_proposer
 from .plans import configured_plan, tree_options
-from .records import Plan
+from .records import AVERAGE, Plan
 
 
 @dataclass
@@ -77,15 +77,19 @@ class Session:
         policy = make_policy(plan.policy, options, self.config.adaptive_budget, self.calibration)
         return make_proposer(self.target, self.drafter, plan.method, options, policy, plan.acceptance)
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a conversation that can still be answered."""
+        c = self.config
+        return min(c.max_prompt_length, self.target.max_length - c.max_new_tokens - self.drafter.spec.num_proposals)
+
     def usable_ids(self, turns: list[str], answers: list[str]) -> list[int] | None:
         """Token ids of a conversation; None when the template rejects it or it is too long to be answered."""
-        c = self.config
-        limit = min(c.max_prompt_length, self.target.max_length - c.max_new_tokens - self.drafter.spec.num_proposals)
         try:
             ids = encode_prompt(self.target.tokenizer, messages_of(turns, answers))
         except TemplateRejected:
             return None
-        return ids if len(ids) <= limit else None
+        return ids if len(ids) <= self.longest_prompt else None
 
     def training_prompts(self, count: int, seed: int, evaluated: Collection[str] = ()) -> list[list[int]]:
         """Ids of up to `count` usable training prompts, none of which is one of the `evaluated` first turns.
@@ -103,14 +107,20 @@ class Session:
         return usable
 
 
-def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: int = 1) -> Session:
-    """Loads target and drafter in one dtype and checks that they belong together."""
+def take_device(config: RunConfig, ranks: int = 1) -> str:
+    """The device of this rank, and its share of the CPU's threads."""
     device = choose_device(config.device)
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     elif ranks > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    return device
+
+
+def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: int = 1) -> Session:
+    """Loads target and drafter in one dtype and checks that they belong together."""
+    device = take_device(config, ranks)
     dtype = choose_dtype(config.dtype, device)
     path = resolve_target(config)
     placed = placement(config.device_map)
@@ -127,9 +137,11 @@ def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: i
 
 def load_benchmarks(session: Session) -> list[Asked]:
     """The held-out prompts of every benchmark, those left out that cannot be answered. Raises ValueError when nothing
-    is left to ask, or two benchmarks have one name."""
+    is left to ask, two benchmarks have one name, or one has that of the average."""
     config = session.config
     loaded = [load_benchmark(s, config.eval_prompts, config.seed, config.benchmark_dir) for s in config.benchmarks]
+    if any(b.name == AVERAGE for b in loaded):
+        raise ValueError(f"benchmarks: {AVERAGE!r} is the name of the mean over all of them; rename the file")
     if len({b.name for b in loaded}) < len(loaded):
         raise ValueError(f"benchmarks: two of {' '.join(config.benchmarks)} have the same name; rename a file")
     asked = [_ask(session, benchmark) for benchmark in loaded]

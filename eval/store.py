@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from data.answers import make_folder
+from data.answers import drop_half_line, make_folder
 from data.settings import RunConfig
 
 from .budget import BudgetChoice
+from .marks import FOLDER_DIGITS
 from .metrics import tau_mean, tokens_per_second
 from .records import AR, Generation, Plan
 
@@ -19,33 +21,47 @@ Asking = tuple[str, str, str, int, float]
 Ids = tuple[int, ...]  # of a prompt
 
 
+def whole_rows(path: Path) -> list[dict]:
+    """The rows of a JSONL file that is appended to; a last line without its end (its writer was killed) is left out."""
+    content = path.read_bytes() if path.is_file() else b""
+    return [json.loads(line) for line in content.split(b"\n")[:-1]]
+
+
 class Store:
     """What has been decoded, appended to a file of this rank as it comes and read back from all ranks' files.
 
     Each fingerprint of settings has its own folder, so that no evaluation removes what another one decoded. An answer
     counts only for the very prompt tokens that it answered: a benchmark file may have changed under its ids.
+
+    Attributes:
+        choice: the budget of this machine.
+        used: `prompt_digest` of every training prompt that this choice, or the costs of a round, come from.
+        commits: of the project, of every run that took part, the first one first.
     """
 
     def __init__(self, config: RunConfig, mark: str, rank: int):
-        self.folder = Path(config.path("eval", mark[:12]))
+        self.folder = Path(config.path("eval", mark[:FOLDER_DIGITS]))
         make_folder(str(self.folder), "run_dir")
         self.path = self.folder / f"rank-{rank}.jsonl"
         self.generations: dict[tuple[Asking, str, Ids], Generation] = {}
         self.generate_times: dict[tuple[Asking, Ids], tuple[int, float]] = {}
         self.choice: BudgetChoice | None = None
+        self.used: set[str] = set()
+        self.commits: list[str] = []
         for path in sorted(self.folder.glob("rank-*.jsonl")):
             self._read(path)
 
     def _read(self, path: Path) -> None:
         """Takes over an interrupted run. Only the rank that owns a file cuts its half-written last line."""
-        lines = path.read_bytes().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if len(whole) < len(lines) and path == self.path:
-            path.write_bytes(b"".join(whole))
-        for line in whole:
-            row = json.loads(line)
+        if path == self.path:
+            drop_half_line(str(path.parent), path.name)
+        for row in whole_rows(path):
             if "choice" in row:
                 self.choice = BudgetChoice(**row["choice"])
+            elif "used" in row:
+                self.used.update(row["used"])
+            elif "commit" in row:
+                self.commits.append(row["commit"])
             elif "time" in row:
                 self.generate_times[tuple(row["asking"]), tuple(row["prompt_ids"])] = tuple(row["time"])
             else:
@@ -78,6 +94,17 @@ class Store:
         self.choice = choice
         self._append({"choice": asdict(choice)})
 
+    def add_used(self, digests: Iterable[str]) -> None:
+        if new := sorted(set(digests) - self.used):
+            self.used.update(new)
+            self._append({"used": new})
+
+    def add_commit(self, commit: str | None) -> None:
+        """commit: what the project's code is now; None outside a clone."""
+        if commit and commit not in self.commits:
+            self.commits.append(commit)
+            self._append({"commit": commit})
+
     def answers(self, prompts: Mapping[Asking, list[int]], plans: Sequence[Plan]) -> list[Generation]:
         """Stored answers of these plans to these prompts, plan by plan, with the plans' notes of this run."""
         found = []
@@ -100,6 +127,10 @@ class Store:
         if not speed or not ar or tau is None:
             return ""
         return f"{plan.method} B={plan.budget} tau {tau:.2f}, {speed / ar:.2f}x"
+
+
+def prompt_digest(prompt_ids: list[int]) -> str:
+    return hashlib.sha256(json.dumps(prompt_ids).encode()).hexdigest()[:16]
 
 
 def asking(g: Generation) -> Asking:

@@ -2,8 +2,9 @@
 
 All prompts of a benchmark are decoded by every plan at every concurrency: one run of one plan is one *cell*, in which a
 waiting request joins as soon as another ends. The wall time of a cell goes from the first prefill to the last token,
-prefills inside, as a server's users see it. Cells of one concurrency follow each other in random order, each plan
-warmed up before, so that drift of the machine cancels; AR is one of the plans. Resumable cell by cell.
+prefills inside, as a server's users see it. Greedy texts are compared with AR's at the lowest concurrency: what a batch
+changes would change AR's as well. Cells of one concurrency follow each other in random order, each plan warmed up
+before, so that drift of the machine cancels; AR is one of the plans. Resumable cell by cell.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import hashlib
 import json
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -24,81 +25,14 @@ from data.benchmarks import load_benchmark
 from data.prompts import Prompt
 
 from .bootstrap import Resampled, draws, ratio, runs_interval
+from .cells import CELLS, Cell, CellStore
 from .decoding.loop import Request, Served, serve
 from .memory import PeakMemory
 from .records import AR, PARTS, Plan
 from .results import plan_fields
 from .session import Session
 
-CELLS = "concurrency.jsonl"
 WARM_UP_TOKENS = 8
-
-
-@dataclass
-class Cell:
-    """One plan that answered all prompts once, so many at a time.
-
-    Attributes:
-        prompts: hash of the token ids and limits of all requests: a cell counts for exactly these.
-        seconds: wall time from the first prefill to the last token; prefill_seconds is the part spent in prefills.
-        tokens: emitted by all answers, the prefills' first tokens among them.
-        rounds: verifying target forwards; request_rounds sums the requests that took part in each.
-        taus: mean over rounds of each answer, in the order of the requests; None for an answer without a round.
-        nodes: draft tokens verified, summed over request_rounds.
-        ms_per_round: wall milliseconds of the parts of a mean round.
-        stopped: answers by the reason why they ended.
-    """
-
-    benchmark: str
-    temperature: float
-    plan: Plan
-    concurrency: int
-    run: int
-    prompts: str
-    requests: int
-    tokens: int
-    seconds: float
-    prefill_seconds: float
-    rounds: int
-    request_rounds: int
-    taus: list[float | None]
-    nodes: int
-    ms_per_round: dict[str, float]
-    stopped: dict[str, int]
-    kv_cache_gb: float
-    peak_memory_gb: float | None
-
-    @property
-    def key(self) -> tuple:
-        return self.benchmark, self.temperature, self.plan.id, self.concurrency, self.run, self.prompts
-
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict) -> Cell:
-        return cls(**{**data, "plan": Plan(**data["plan"])})
-
-
-class CellStore:
-    """Cells on disk, a line each, appended as they come."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.cells: dict[tuple, Cell] = {}
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if len(whole) < len(lines):
-            path.write_bytes(b"".join(whole))  # the end of a killed run
-        for data in map(json.loads, whole):
-            if "taus" in data:  # an older version kept their mean alone: such a cell is measured again
-                cell = Cell.from_dict(data)
-                self.cells[cell.key] = cell
-
-    def add(self, cell: Cell) -> None:
-        self.cells[cell.key] = cell
-        with self.path.open("a") as file:
-            file.write(json.dumps(cell.to_dict()) + "\n")
 
 
 def concurrency_prompts(session: Session) -> tuple[str, list[Prompt]]:
@@ -110,6 +44,19 @@ def concurrency_prompts(session: Session) -> tuple[str, list[Prompt]]:
     return loaded.name, list(islice(usable, wanted))
 
 
+def concurrency_requests(session: Session, temperature: float = 0.0) -> tuple[str, list[Request]]:
+    """(Name of the first benchmark, the requests that every cell answers)."""
+    config, (benchmark, prompts) = session.config, concurrency_prompts(session)
+    return benchmark, [
+        Request(
+            session.usable_ids(prompt.turns[:1], []),
+            config.max_new_tokens,
+            f"{config.seed}/{benchmark}/{prompt.id}/0/{temperature:g}",
+        )
+        for prompt in prompts
+    ]
+
+
 def measure_concurrency(session: Session, folder: Path, plans: Sequence[Plan], temperature: float = 0.0) -> list[Cell]:
     """Decodes what is missing of `session.config.concurrency` x plans x runs; returns all cells of these.
 
@@ -118,15 +65,7 @@ def measure_concurrency(session: Session, folder: Path, plans: Sequence[Plan], t
         plans: AR among them.
     """
     config = session.config
-    benchmark, prompts = concurrency_prompts(session)
-    requests = [
-        Request(
-            session.usable_ids(prompt.turns[:1], []),
-            config.max_new_tokens,
-            f"{config.seed}/{benchmark}/{prompt.id}/0/{temperature:g}",
-        )
-        for prompt in prompts
-    ]
+    benchmark, requests = concurrency_requests(session, temperature)
     store, digest = CellStore(folder / CELLS), _digest(requests)
     wanted = []
     for run in range(config.concurrency_runs):
@@ -169,6 +108,7 @@ def _measure(session: Session, plan: Plan, requests: list[Request], key: tuple) 
         run=run,
         prompts=digest,
         requests=len(requests),
+        answers=[a.tokens for a in served.answers],
         tokens=served.tokens,
         seconds=served.seconds,
         prefill_seconds=served.prefill_seconds,
@@ -191,20 +131,30 @@ def _digest(requests: Sequence[Request]) -> str:
     return hashlib.sha256(json.dumps([asdict(r) for r in requests]).encode()).hexdigest()[:12]
 
 
-def concurrency_rows(cells: Sequence[Cell], names: dict[str, str], seed: int = 0) -> list[dict]:
+def concurrency_rows(
+    cells: Sequence[Cell],
+    names: dict[str, str],
+    seed: int = 0,
+    differences: Mapping[tuple, tuple[int, int]] | None = None,
+) -> list[dict]:
     """The rows `concurrency` of results.json: runs of one cell joined, speed-up against AR at the same concurrency.
 
     Args:
         names: label of each plan id.
         seed: of the bootstrap over prompts.
+        differences: of `exactness.compare_cells`, by key of the cell.
     """
+    differences = differences or {}
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.benchmark, cell.temperature, cell.concurrency, cell.plan.id), []).append(cell)
     rows = []
     for (benchmark, temperature, level, plan), own in groups.items():
         ar = groups.get((benchmark, temperature, level, AR), [])
-        rows.append({**plan_fields(own[0].plan, names[plan]), **_row(own, ar, seed)})
+        counts = [differences[cell.key] for cell in own if cell.key in differences]
+        diverged, near_ties = map(sum, zip(*counts, strict=True)) if counts else (None, None)
+        row = {**plan_fields(own[0].plan, names[plan]), **_row(own, ar, seed)}
+        rows.append(row | {"diverged": diverged, "near_ties": near_ties})
     return rows
 
 
@@ -236,6 +186,7 @@ def _row(own: list[Cell], ar: list[Cell], seed: int) -> dict:
         "seconds": seconds,
         "prefill_seconds": prefill,
         "tokens_per_second": tokens / seconds,
+        "tokens_per_second_interval": runs_interval([_speed(c) for c in own]),
         "tokens_per_second_after_prefill": (tokens - first_tokens) / (seconds - prefill) if seconds > prefill else None,
         "speedup": tokens / seconds / _speed_of(ar) if ar else None,
         "speedup_interval": runs_interval(ratios),

@@ -2,7 +2,9 @@
 
 import pytest
 
+from eval import budget_policy
 from eval.budget import choose_budget, tau_at, verify_cost
+from eval.budget_policy import draft_cost
 from eval.decoding.loop import Answer, Request, generate
 from eval.decoding.proposals import DraftProposer, TreeOptions
 from eval.records import RoundRecord
@@ -38,6 +40,31 @@ def test_of_measured_speeds_that_are_the_same_the_smallest_tree_is_chosen():
     choice = choose_budget(answers, cost)
     assert choice.budget == 4
     assert [row["tokens_per_second"] for row in choice.curve] == pytest.approx([29.1, 29.55, 30.0])
+
+
+def test_what_else_the_machine_does_meanwhile_is_in_no_cost(monkeypatch):
+    """Two of three rounds were slowed down: drafting costs as in the third, as verification does in its repeats."""
+    slowed = answer([[0], [0], [0]])
+    slowed.rounds[0].draft, slowed.rounds[2].tree = 0.5, 0.7
+    (row,) = choose_budget([slowed], {8: 0.05}).curve
+    assert row["round_ms"] == pytest.approx(15 + 50)
+
+    class Batch:
+        """Rounds of 4, 2, 3 and 3 seconds."""
+
+        def __init__(self, *_):
+            self.rows, self.rounds, self.answers = [0], 0, [Answer()]
+
+        def admit(self):
+            return self.rounds < 4
+
+        def round(self):
+            self.answers[0].rounds.append(RoundRecord(8, 4, 0, 1, (3.5, 1.5, 2.5, 2.5)[self.rounds], 0.25, 9.0, 0.25))
+            self.rounds += 1
+
+    monkeypatch.setattr(budget_policy, "Batch", Batch)
+    target = tiny_target()
+    assert draft_cost(target, tiny_drafter(target), TreeOptions(8, 4, 8), [[5, 6]], 1) == pytest.approx(2.0)
 
 
 def test_no_rounds_is_an_error():

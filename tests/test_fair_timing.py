@@ -5,8 +5,8 @@ import torch
 from data.options import RunConfig
 from eval import ask
 from eval.decoding import loop
-from eval.decoding.loop import Batch, Request
-from eval.decoding.proposals import TreeOptions, available_methods, make_proposer
+from eval.decoding.loop import Batch, Request, generate
+from eval.decoding.proposals import DraftProposer, TreeOptions, available_methods, make_proposer
 from eval.plans import chosen_methods, main_plans, sweep_points
 from eval.records import MAIN
 from eval.run_eval import Work, decode
@@ -48,6 +48,41 @@ def test_every_plan_is_warmed_up_before_anything_of_its_phase_is_recorded(tmp_pa
         assert sorted(counted[::3]) == sorted(("plan", p.id) for p in own)
         assert counted[2::3] == [(phase, temperature)] * len(own)
         start += 5 * len(own)
+
+
+def test_the_first_draft_and_every_pass_of_the_drafter_are_inside_the_clock(monkeypatch):
+    """A look at the clock takes 1, a pass of the drafter 100; nothing else takes time.
+
+    The third request joins beside the first: its prompt is read in a pass of its own, before its first round.
+    """
+    clock, drafter_pass = [0.0], DraftProposer._pass
+
+    def look(self):
+        clock[0] += 1
+        return clock[0]
+
+    def slow_pass(self, *args):
+        clock[0] += 100
+        return drafter_pass(self, *args)
+
+    monkeypatch.setattr(loop.Clock, "now", look)
+    monkeypatch.setattr(DraftProposer, "_pass", slow_pass)
+    target = tiny_target()
+    target.eos_ids = ()
+    proposer = DraftProposer(
+        target, tiny_drafter(target), "dartree_pruned", TreeOptions(budget=8, width=3, candidates=8)
+    )
+    for answer in generate(target, proposer, [Request([5, 6, 7], 12), Request([8, 9], 5)], slots=1):
+        assert answer.rounds[0].draft == 101.0
+        parts = [r.draft + r.tree + r.verify + r.commit for r in answer.rounds]
+        # Between two rounds, and after the prefill, one look.
+        assert parts == [104.0] * len(parts) and answer.seconds == 105.0 * len(parts)
+    requests = [Request([5, 6, 7], 40), Request([8, 9], 3), Request([10, 11], 3)]
+    first, second, third = generate(target, proposer, requests, slots=2)
+    assert len(first.rounds) > len(second.rounds) + len(third.rounds)
+    assert second.seconds == 105.0 * len(second.rounds) and third.seconds == 100.0 + 105.0 * len(third.rounds)
+    # The third one's prefill, between two looks, and its pass took the first one's time too.
+    assert first.seconds == 102.0 + 105.0 * len(first.rounds)
 
 
 def test_a_round_of_ar_looks_at_the_clock_as_often_as_any_other(monkeypatch):

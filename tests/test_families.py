@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -248,6 +249,21 @@ def test_targets_that_cannot_be_verified_are_refused_in_one_line(config, words):
     with pytest.raises(ValueError, match=words) as error:
         refuse_unsupported(config)
     assert config.model_type in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_recurrent_target_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    """TRAP 46: saved whole, with a tokenizer and weights that transformers loads."""
+    sizes = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=VOCAB)
+    config = Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"], **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(
+        ValueError, match="'lfm2' has recurrent layers .conv.: its state cannot be rolled back"
+    ) as error:
+        load_target(str(tmp_path), torch.float32)
+    assert "\n" not in str(error.value)
 
 
 def test_the_text_model_of_a_multi_modal_target_is_used(tmp_path):

@@ -101,6 +101,9 @@ def test_a_killed_run_resumed_equals_one_that_ran_through(run, monkeypatch, tmp_
     append, lines = Store._append, []
 
     def dying(self, row):
+        if "commit" in row:
+            append(self, row)
+            return
         if len(lines) % 7 == 6:
             lines.append(None)
             with self.path.open("a") as file:

@@ -6,7 +6,7 @@ import pytest
 
 from data.options import RunConfig
 from eval import budget_policy, run_eval
-from eval.marks import fingerprints
+from eval.marks import fingerprints, measured_on
 from eval.records import Generation
 from evaluation_runs import save_run, write_benchmark
 from tiny_tokenizer import save_tiny_target
@@ -57,7 +57,7 @@ def test_a_target_of_the_hub_is_known_by_its_commit(run, monkeypatch):
     config, marks = RunConfig(run_dir=str(folder), target="owner/name"), []
     for commit in ("aaa", "bbb", "aaa"):
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, c=commit: f"/c/{c}/config.json")
-        marks.append(fingerprints(config, str(folder / "drafter")))
+        marks.append(fingerprints(config, str(folder / "drafter"), measured_on(config, "cpu", 1)))
     assert marks[0] == marks[2] and marks[0][0] != marks[1][0] and marks[0][1] != marks[1][1]
 
 

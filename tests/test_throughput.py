@@ -27,7 +27,7 @@ def run(tmp_path):
 
 def cell(plan, concurrency, run, tokens, seconds, prefill=1.0, taus=(1.5, None, 2.0, 2.5)):
     return Cell(
-        "b", 0.0, plan, concurrency, run, "digest", 4, tokens, seconds, prefill, 10, 20, list(taus), 60,
+        "b", 0.0, plan, concurrency, run, "digest", 4, [[5, 6]] * 4, tokens, seconds, prefill, 10, 20, list(taus), 60,
         dict(draft=1.0, tree=2.0, verify=3.0, commit=0.5), {"length": 4}, 0.25, 1.5,
     )  # fmt: skip
 
@@ -44,6 +44,10 @@ def test_runs_are_joined_and_compared_with_ar_at_the_same_concurrency():
     assert row["tokens_per_second"] == pytest.approx(84 / 9)
     assert row["tokens_per_second_after_prefill"] == pytest.approx((84 - 8) / (9 - 2))
     assert row["speedup"] == pytest.approx((84 / 9) / (80 / 18))
+    # Two speeds, 10 and 8.8, likewise.
+    middle, margin = math.sqrt(10 * 8.8), math.exp(12.706 * math.log(10 / 8.8) / 2)
+    assert row["tokens_per_second_interval"] == pytest.approx([middle / margin, middle * margin])
+    assert rows["ar", 1]["tokens_per_second_interval"] is None
     # Two speed-ups, 2 and 2.2: their logarithms lie d/2 from the middle, and the margin is t * (d / sqrt 2) / sqrt 2.
     middle, margin = math.sqrt(2 * 2.2), math.exp(12.706 * math.log(2.2 / 2) / 2)
     assert row["speedup_interval"] == pytest.approx([middle / margin, middle * margin])
@@ -78,11 +82,10 @@ def test_cells_count_what_was_decoded_and_are_kept(run, monkeypatch, tmp_path):
     by_level = {c.concurrency: c.kv_cache_gb for c in cells if c.plan.method == "ar"}
     assert by_level[3] == pytest.approx(3 * by_level[1])
 
-    # A killed run leaves half a line, an older version the mean tau alone; only what lacks is decoded again.
+    # A killed run leaves half a line; only what lacks is decoded again.
     file = tmp_path / throughput.CELLS
     lines = file.read_text().splitlines(keepends=True)
-    older = {name: value for name, value in json.loads(lines[0]).items() if name != "taus"} | {"tau": 1.0}
-    file.write_text(json.dumps(older) + "\n" + "".join(lines[1:3]) + lines[3][:20])
+    file.write_text("".join(lines[:3]) + lines[3][:20])
     measured, original = [], throughput.serve
 
     def spy(target, proposer, requests, *args, **kwargs):
@@ -91,9 +94,10 @@ def test_cells_count_what_was_decoded_and_are_kept(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(throughput, "serve", spy)
     again = measure_concurrency(session, tmp_path, plans)
-    assert len(measured) == 4  # warm-up and measurement of two cells
+    assert len(measured) == 2  # warm-up and measurement of one cell
     assert [c.key for c in again] == [c.key for c in cells]
-    assert len(file.read_text().splitlines()) == 5
+    assert [c.answers for c in again] == [[a.tokens for a in alone]] * 4
+    assert len(file.read_text().splitlines()) == 4
 
 
 def test_the_stage_measures_every_policy_at_every_concurrency(run):
@@ -111,6 +115,7 @@ def test_the_stage_measures_every_policy_at_every_concurrency(run):
     assert rows["dartree_pruned", "adaptive", 1]["nodes_per_round"] == 8.0
     assert 4.0 <= rows["dartree_pruned", "adaptive", 3]["nodes_per_round"] < 8.0
     assert {r["requests"] for r in rows.values()} == {5}
+    assert {(r["diverged"], r["near_ties"]) for r in rows.values()} == {(0, 0)}
     # The policies have rows of their own in the main table too, and the text is AR's everywhere.
     assert {(r["method"], r["policy"]) for r in results["summary"]} == {key[:2] for key in rows}
     assert all(r["diverged"] == 0 for r in results["summary"])

@@ -189,6 +189,19 @@ def test_prompts_that_the_report_uses_are_not_looked_at(tmp_path, asked):
     assert len(held_out(RunConfig(**all_of_them, train_eval_sources=[other]), anything, 5)) == 4
 
 
+def test_prompts_that_are_decoded_several_at_once_are_not_looked_at_either(tmp_path, asked):
+    """Of the first benchmark only, and only where that is measured."""
+    everything = held_out(RunConfig(**{**asked, "eval_prompts": 1}), anything, 11)
+    several = dict(concurrency=[1, 4], concurrency_prompts=5)
+    assert held_out(RunConfig(**asked, **several), anything, 3) == everything[4:7]
+    assert held_out(RunConfig(**asked, concurrency_prompts=5), anything, 3) == everything[2:5]
+    more = RunConfig(**{**asked, "eval_prompts": 7}, **several)
+    assert held_out(more, anything, 3) == everything[6:9]
+    first = write_prompts(tmp_path / "first.jsonl", 4, seed=9)
+    second = RunConfig(**{**asked, "benchmarks": [first, *asked["benchmarks"]]}, **several)
+    assert held_out(second, anything, 4) == everything[2:4]
+
+
 def test_as_many_as_published_are_kept_for_the_report():
     """eval_prompts 0: of the generator, which makes as many as asked, and of a file, which then has none left."""
     builtin = load_benchmark("builtin", BUILTIN_COUNT + 5, 0).prompts
