@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from eval.cells import Cell
 from eval.records import AR, PARTS, Divergence, Generation, Plan, RoundRecord
 from eval.results import build_results
-from eval.throughput import Cell, concurrency_rows
+from eval.throughput import concurrency_rows
 
 PLANS = (
     Plan(AR),
@@ -82,26 +84,49 @@ def cell(plan: Plan, level: int, run: int) -> Cell:
         benchmark="builtin", temperature=0.0, plan=plan, concurrency=level, run=run, prompts="x", requests=8,
         tokens=8 * 12, seconds=seconds * rounds + run, prefill_seconds=0.5, rounds=rounds,
         request_rounds=rounds * level, taus=[accepted + 1.0] * 8,
-        nodes=plan.budget * rounds * level, ms_per_round=dict.fromkeys(PARTS, 1.0),
+        answers=[], nodes=plan.budget * rounds * level, ms_per_round=dict.fromkeys(PARTS, 1.0),
         stopped={"length": 8}, kv_cache_gb=0.1 * level, peak_memory_gb=None,
     )  # fmt: skip
 
 
 def full_results() -> dict:
-    """Two benchmarks, two temperatures, sweeps, concurrency and a divergence: every part of the page."""
+    """Two benchmarks, two temperatures, sweeps, concurrency and divergences: every part of the page but the next."""
     places = [(b, t, p) for b in ("builtin", "gsm<8k>") for t in (0.0, 1.0) for p in range(4)]
     main = [generation(plan, b, p, t) for plan in PLANS for b, t, p in places]
     swept = [generation(plan, "builtin", p, phase="sweep-1") for plan in PLANS for p in range(4)]
     points = [("budget", plan.budget, plan) for plan in PLANS[1:]]
     load = [cell(plan, level, run) for plan in PLANS[::2] for level in (1, 2, 4) for run in (0, 1)]
-    rows = concurrency_rows(load, {plan.id: plan.method for plan in PLANS})
-    divergence = Divergence(
-        benchmark="builtin", prompt_id="p1", turn=0, method="ddtree", plan=PLANS[1].id, phase="main",
-        position=3, ar_token=3, token=4, gap=0.001, threshold=0.01, near_tie=True,
-    )  # fmt: skip
-    benchmarks = [{"benchmark": b, "source": b, "prompts": 4, "skipped": 0} for b in ("builtin", "gsm<8k>")]
+    # One answer of each run of DARTree at the highest concurrency left AR's text, explained in the first run only.
+    left = {c.key: (1, 1 - c.run) if c.plan.method != AR and c.concurrency == 4 else (0, 0) for c in load}
+    rows = concurrency_rows(load, {plan.id: plan.method for plan in PLANS}, differences=left)
+    divergences = []
+    for answers, prompt, near_tie in ((main, "p1", True), (swept, "p1", True), (swept, "p2", False)):
+        g = next(g for g in answers if g.plan == PLANS[1] and g.prompt_id == prompt)
+        g.tokens = [0, 1, 2, 4, *g.tokens[4:]]
+        divergences.append(
+            Divergence(
+                benchmark=g.benchmark, prompt_id=prompt, turn=0, method=g.method, plan=g.plan.id, phase=g.phase,
+                position=3, ar_token=3, token=4, gap=0.001, threshold=0.01, near_tie=near_tie,
+            )
+        )  # fmt: skip
+    benchmarks = [{"benchmark": b, "source": b, "prompts": 4, "turns": 4, "skipped": 0} for b in ("builtin", "gsm<8k>")]
     speeds = {"builtin": 11.0}
-    return build_results([*main, *swept], SETTINGS, [divergence], 0, speeds, benchmarks, points, rows)
+    return build_results([*main, *swept], SETTINGS, divergences, 0, speeds, benchmarks, points, rows)
+
+
+def markov_results() -> dict:
+    """A Markov head: chains, the serial heap, and DARTree at its budget, at another one and under a policy."""
+    accepted = {"ar": 0, "dflash_chain": 1, "markov_chain": 2, "per_node_serial": 3, "dartree_pruned": 3}
+    plans = [Plan(method, 4 if accepted[method] else 0) for method in accepted]
+    plans += [Plan("dartree_pruned", 8), Plan("dartree_pruned", 4, policy="cost-aware")]
+    rows = []
+    for plan in plans:
+        for prompt in range(2):
+            g = generation(PLANS[0], "builtin", prompt)
+            count, depth = accepted[plan.method], 3 if plan.budget else 0
+            record = RoundRecord(plan.budget, depth, count, count + 1, 0.001, 0.002, 0.02, 0.0001)
+            rows.append(replace(g, plan=plan, rounds=[record] * 3, seconds=0.1 * (1 + len(rows) // 2)))
+    return build_results(rows, {"target_name": "m", "max_new_tokens": 13, "num_proposals": 3, "head": "markov_rnn"})
 
 
 def small_results() -> dict:

@@ -12,6 +12,7 @@ from eval.records import Divergence, Generation, Plan
 from eval.results import build_results
 from evaluation_runs import save_run, write_benchmark
 from made_up import plan_of, response
+from mistakes import mistake
 from test_results import DDTREE, PRUNED, SERIAL, SETTINGS, full_results, sample
 from tiny import tiny_drafter, tiny_target
 
@@ -294,3 +295,9 @@ def test_turns_that_cannot_be_asked_are_counted_in_the_results_and_in_the_report
     counts = ("prompts", "turns", "answers", "skipped", "turns_dropped", "left_out")
     assert [asked[key] for key in counts] == [2, 4, 2, 0, 4, 0]
     assert "2 answers; 0 prompts skipped; 4 of their turns could not be asked" in (folder / "report.md").read_text()
+
+
+def test_no_benchmark_may_have_the_name_of_the_average(tmp_path, capsys):
+    benchmark = write_benchmark(tmp_path / "average.jsonl", [{"turns": ["what is a fox?"]}])
+    config, _ = save_run(tmp_path, benchmark)
+    assert "benchmarks: 'average' is the name of the mean" in mistake(capsys, run_eval.main, "eval", config)
