@@ -88,7 +88,7 @@ def measure_concurrency(session: Session, folder: Path, plans: Sequence[Plan], t
 
 def _warm_up(session: Session, plan: Plan, requests: Sequence[Request], temperature: float) -> None:
     """A few rounds at full load, unrecorded."""
-    short = [Request(r.prompt_ids, WARM_UP_TOKENS, r.seed) for r in requests]
+    short = [Request(r.prompt_ids, min(WARM_UP_TOKENS, r.max_new_tokens), r.seed) for r in requests]
     serve(session.target, session.proposer_of(plan), short, temperature, max_cache_gb=session.config.max_cache_gb)
 
 

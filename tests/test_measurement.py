@@ -24,8 +24,9 @@ COLUMN = 2 * 4 * 2 * 8 * 4  # bytes of a token's keys and values: 4 layers, 2 he
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """(Config file, run folder) of a saved target, a saved drafter and a benchmark that is asked with AR alone."""
+    monkeypatch.setattr(run_eval, "git_commit", lambda: "aaa")  # the clone may change while the tests run
     benchmark = ask(tmp_path / "two.jsonl", ["count to ten."], TURNS)
     alone = dict(methods=["ar"], choose_budget=False, trace_prompts=0)
     return save_run(tmp_path, benchmark, eval_prompts=4, max_new_tokens=NEW, **alone)
@@ -140,7 +141,8 @@ def test_a_request_beyond_the_memory_limit_is_refused_before_anything_is_decoded
     def limit(columns):
         return ["--max_cache_gb", str((columns + 0.5) * COLUMN / 1e9)]
 
-    words = [config, "--max_prompt_length", "60"]
+    training = ask(folder.parent / "training.jsonl", ["what is ten?"])
+    words = [config, "--max_prompt_length", "60", "--prompts", training]
     error = mistake(capsys, run_eval.main, "eval", *words, *limit(longest - 1))
     assert f"request 'q1 of two, a later turn' needs {longest} cache columns, but max_cache_gb" in error
     loaded = ["--concurrency", "1", "4", "--concurrency_prompts", "3"]

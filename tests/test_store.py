@@ -13,8 +13,9 @@ from tiny_tokenizer import save_tiny_target
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """(Config file, run folder) of a saved target, a saved drafter and a benchmark that is asked with AR alone."""
+    monkeypatch.setattr(run_eval, "git_commit", lambda: "aaa")  # the clone may change while the tests run
     benchmark = ask(tmp_path, ["count to ten."], ["what is a fox?", "and a dog?"])
     alone = dict(methods=["ar"], choose_budget=False, trace_prompts=0)
     return save_run(tmp_path, benchmark, eval_prompts=4, max_new_tokens=6, **alone)
