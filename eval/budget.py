@@ -18,7 +18,7 @@ from models.target import Target
 from .decoding.cache import TreeCache
 from .decoding.loop import Answer, Clock
 
-# With the root these fill whole tiles of the matrix kernels: verifying 17 tokens was seen to cost a quarter more than 16.
+# With the root these fill whole tiles of matrix kernels: verifying 17 tokens was seen to cost a quarter more than 16.
 SIZES = (3, 7, 11, 15, 23, 31, 47, 63)
 SAME_SPEED = 0.98  # measured speeds this close are the same, and the smaller tree leaves room for more requests
 
