@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batches import collate, supervised_slots
 from data.feature_cache import capture
+from data.settings import RunConfig
 from models.heads import head_types
 from tiny import FAMILIES, MASK, VOCAB, tiny_drafter, tiny_target
 from trainers import make_trainer
+from training.arguments import check_training_options
 from training.forward import block_loss
 from training.objective import Objective, Terms
 from training.rows import PackedRows, TrainingRows
@@ -160,6 +162,15 @@ def test_features_are_captured_without_waiting_and_as_transformers_gives_them(fa
     torch.testing.assert_close(final[real_RS], theirs.last_hidden_state[real_RS], rtol=1e-5, atol=1e-5)
     expected = torch.cat([theirs.hidden_states[1], theirs.hidden_states[3]], dim=-1)
     torch.testing.assert_close(taps[real_RS], expected[real_RS], rtol=1e-5, atol=1e-5)
+
+
+def test_batches_go_to_a_gpu_without_waiting(tmp_path):
+    """From pinned memory alone: transformers has none on a CPU, and warns."""
+    run, unpinned = (RunConfig(training=options) for options in ({}, {"dataloader_pin_memory": False}))
+    assert check_training_options(run, "cuda:0").accelerator_config == {"non_blocking": True}
+    assert check_training_options(run, "cpu").accelerator_config is None
+    assert check_training_options(unpinned, "cuda:0").accelerator_config is None
+    assert make_trainer(tmp_path, accelerator_config={"non_blocking": True}).accelerator.non_blocking
 
 
 def test_places_of_supervised_slots():

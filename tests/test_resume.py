@@ -11,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.settings import load_config
 from models.checkpoint import load_drafter
 from tiny import tiny_drafter, tiny_target
 from training.adapters import FOLDER
 from training.checkpoints import newest_checkpoint
 from training.evaluation import Example
+from training.plan import prepare
 from training.universal import main
 from training_runs import ROOT, answer_rows, log_lines, losses, run_ranks, start_ranks, write_prompts, write_run
+from two_rank_scenarios import PARTLY
 
 SCRIPT = "tests/two_rank_scenarios.py"
 
@@ -69,6 +72,14 @@ def scenarios(tmp_path_factory):
         folder / "lora", 16, max_steps=6, save_steps=6, report_to="wandb", init_drafter=str(folder / "start"),
         trainable="lora", lora_rank=4, init_from_target=False, **_asked(folder),
     )  # fmt: skip
+    # 16 rows in steps of 4: step 3 of an epoch of 4 is the middle of it. Dropout draws from the random state.
+    for name in PARTLY:
+        for folder_name in (name, f"{name}-split"):
+            _make(
+                folder / folder_name, 16, max_steps=6, save_steps=3, init_drafter=str(folder / "start"),
+                trainable=name.removeprefix("partly-"), lora_rank=4, lora_dropout=0.1, init_from_target=False,
+            )  # fmt: skip
+    _make(folder / "spoiled", 8, max_steps=1, gradient_accumulation_steps=2)
     succeed(run_ranks(2, SCRIPT, "straight", str(folder)))
     succeed(run_ranks(2, SCRIPT, "resumed", str(folder)))
     return folder
@@ -92,23 +103,79 @@ def _make(folder, rows, **options):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("one", "two"), [("straight", "resumed"), ("mixed", "mixed-resumed")])
-def test_resume_is_exact_bit_for_bit(scenarios, rank, one, two):
-    """Twice ten steps; and packed rows with workers, interrupted while the first epoch fills the cache."""
+@pytest.mark.parametrize("one", ["straight", "mixed", *PARTLY])
+def test_resume_is_exact_bit_for_bit(scenarios, rank, one):
+    """Twice ten steps; packed rows with workers, interrupted while the first epoch fills the cache; LoRA with dropout;
+    a head on a frozen backbone. The last two were interrupted in the middle of an epoch."""
     straight = torch.load(scenarios / f"{one}-{rank}.pt")
-    resumed = torch.load(scenarios / f"{two}-{rank}.pt")
+    resumed = torch.load(scenarios / f"{'' if one == 'straight' else one + '-'}resumed-{rank}.pt")
     assert straight.keys() == resumed.keys() and len(straight["moments"]) >= 3
     for name, value in straight.items():
-        pairs = zip(value, resumed[name], strict=True) if isinstance(value, list) else [(value, resumed[name])]
+        pairs = zip(_tensors(value), _tensors(resumed[name]), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs), name
+
+
+def _tensors(value):
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_a_resumed_run_of_a_part_leaves_the_rest_as_it_was(scenarios, name):
+    """Every frozen weight is bit for bit that of the start, on both ranks; what starts at zero (B, W2) has moved."""
+    start = load_drafter(str(scenarios / "start")).model.state_dict()
+    for rank in (0, 1):
+        weights = torch.load(scenarios / f"{name}-resumed-{rank}.pt")["weights"]
+        frozen = {key: value for key, value in weights.items() if key.replace(".base_layer.", ".") in start}
+        assert len(frozen) == len(start) and all(
+            torch.equal(value, start[key.replace(".base_layer.", ".")]) for key, value in frozen.items()
+        )
+        trained = weights.keys() - frozen.keys()
+        assert {key.split(".")[0] for key in trained if ".lora_" not in key} == {"prefix_gru", "embed_proj"}
+        assert any(".lora_A." in key for key in trained) == (name == "partly-lora")
+        assert all(weights[key].abs().max() > 0 for key in trained)
+
+
+def test_lora_goes_on_with_its_frozen_weights_on_other_ranks(scenarios):
+    """DeepSpeed's universal form holds what is trained alone: the rest comes from the start again."""
+    source, folder = scenarios / "partly-lora", scenarios / "partly-universal"
+    config = _continued_by_one_rank(source, folder)
+    assert main([str(folder / "run" / "checkpoints" / "checkpoint-3")]) == 0
+    succeed(run_ranks(1, "training/train_drafter.py", str(config), "--global_batch_size", "4"))
+    assert len(losses(folder)) == 6 and losses(folder)[:3] == losses(source)[:3]
+    _check_merged(scenarios / "start", folder / "run" / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("partly-lora", {"lora_rank": 8}, "lora_rank was 4, is 8"),
+        ("partly-lora", {"trainable": "head"}, "trainable was lora, is head"),
+        ("partly-head", {"trainable": "lora"}, "trainable was head, is lora"),
+        ("partly-head", {"trainable": "all"}, "trainable was head, is all"),
+    ],
+)
+def test_another_part_or_rank_is_refused_by_name(scenarios, name, option, message):
+    config = str(scenarios / name / "config.yaml")
+    with pytest.raises(ValueError, match=f"{name}/run/checkpoints/checkpoint-6 belongs to a run with .*{message}"):
+        prepare(load_config(config, {**option, "global_batch_size": 4}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_not_finite_stops_deepspeed_before_the_update(scenarios, rank):
+    """The row is on one rank, in one of two micro-batches; both ranks stop, with its name."""
+    nan, infinite = json.loads((scenarios / f"spoiled-{rank}.json").read_text())
+    for found in (nan, infinite):
+        assert "not finite at step 1; nothing was updated" in found["said"] and "row-5" in found["said"]
+        assert found["equal"]
 
 
 def test_logged_losses_of_a_resumed_run_are_equal(scenarios):
     straight, split = losses(scenarios / "straight"), losses(scenarios / "split")
     assert len(straight) == 20 and straight == split
     assert len(set(straight)) == 20
-    mixed = losses(scenarios / "mixed")
-    assert len(mixed) == 12 and mixed == losses(scenarios / "mixed-split")
+    for name, steps in {"mixed": 12, **dict.fromkeys(PARTLY, 6)}.items():
+        made = losses(scenarios / name)
+        assert len(set(made)) == steps and made == losses(scenarios / f"{name}-split")
 
 
 def test_zero_3_with_gradient_checkpointing_gives_the_losses_of_zero_1(scenarios):
@@ -136,10 +203,7 @@ def test_one_and_two_ranks_give_the_same_losses(scenarios):
 def test_one_rank_goes_on_where_two_stopped(scenarios):
     """DeepSpeed's universal form keeps weights, moments, learning rate and data position: the losses go on alike."""
     source, folder = scenarios / "global", scenarios / "universal"
-    shutil.copytree(source, folder)
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace(str(source / "run"), str(folder / "run")))
-    shutil.rmtree(folder / "run" / "checkpoints" / "checkpoint-6")
+    config = _continued_by_one_rank(source, folder)
     options = ("--global_batch_size", "4")
     ((code, _, errors),) = run_ranks(1, "training/train_drafter.py", str(config), *options)
     checkpoint = folder / "run" / "checkpoints" / "checkpoint-3"
@@ -149,6 +213,15 @@ def test_one_rank_goes_on_where_two_stopped(scenarios):
     assert code == 0, errors[-3000:]
     assert "world_size 2 -> 1 through DeepSpeed's universal form" in output
     assert losses(folder) == pytest.approx(losses(source), rel=1e-4) and losses(folder)[:3] == losses(source)[:3]
+
+
+def _continued_by_one_rank(source, folder):
+    """A copy of a run that stopped after its third step. Returns its config."""
+    shutil.copytree(source, folder)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace(str(source / "run"), str(folder / "run")))
+    shutil.rmtree(folder / "run" / "checkpoints" / "checkpoint-6")
+    return config
 
 
 def test_two_ranks_and_three_rows_do_not_hang(scenarios):
@@ -225,8 +298,14 @@ def test_a_lora_run_ends_in_a_merged_drafter_with_its_adapter(scenarios):
     """Two ranks, DeepSpeed: the finished drafter is the start with the adapter merged, and the new head."""
     folder = scenarios / "lora" / "run" / "drafter"
     provenance = json.loads((folder / "provenance.json").read_text())
-    drafter, start = load_drafter(str(folder)), load_drafter(str(scenarios / "start"))
-    assert provenance["semantic"]["trainable"] == "lora" and drafter.spec.head_type == "domino"
+    assert provenance["semantic"]["trainable"] == "lora"
+    _check_merged(scenarios / "start", folder)
+
+
+def _check_merged(beginning, folder):
+    """The drafter is the start with the adapter that lies beside it."""
+    drafter, start = load_drafter(str(folder)), load_drafter(str(beginning))
+    assert drafter.spec.head_type == "domino"
     lora = load_file(folder / FOLDER / "adapter_model.safetensors")
     name = "layers.1.mlp.up_proj"
     up, down = (lora[f"base_model.model.{name}.lora_{part}.weight"] for part in "BA")

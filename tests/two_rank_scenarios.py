@@ -18,9 +18,14 @@ from transformers import TrainerCallback
 
 from data import batches
 from data.settings import load_config
+from trainers import SpoiledObjective
 from training import overfit, session, train_drafter
 from training.plan import prepare
 from training.train_drafter import _single_process_defaults
+from training.trainer import NonFiniteLoss
+
+# Runs that train a part of a drafter. Each, like "mixed", is made at once, and as NAME-split by two starts.
+PARTLY = ("partly-lora", "partly-head")
 
 
 class StopAt(TrainerCallback):
@@ -60,7 +65,7 @@ def states(trainer):
     optimizer = trainer.model_wrapped.optimizer
     moments = [v for state in optimizer.optimizer.state.values() for _, v in sorted(state.items())]
     return {
-        "weights": list(trainer.model.state_dict().values()),
+        "weights": trainer.model.state_dict(),
         "masters": list(optimizer.single_partition_of_fp32_groups),
         "moments": [m.clone() for m in moments],
         "rate": torch.tensor([group["lr"] for group in optimizer.param_groups]),
@@ -77,9 +82,11 @@ def straight(folder):
     run(folder / "global" / "config.yaml")
     run(folder / "odd" / "config.yaml")
     small_updates(folder)
-    torch.save(states(run(folder / "mixed" / "config.yaml")), folder / f"mixed-{rank}.pt")
-    run(folder / "mixed-split" / "config.yaml", stop=3)
+    for name in ("mixed", *PARTLY):
+        torch.save(states(run(folder / name / "config.yaml")), folder / f"{name}-{rank}.pt")
+        run(folder / f"{name}-split" / "config.yaml", stop=3)
     finish_lora(folder)
+    spoiled(folder)
     run(folder / "zero3" / "config.yaml")  # last: transformers then believes in ZeRO-3 for good
 
 
@@ -88,6 +95,25 @@ def finish_lora(folder):
     os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
     plan = prepare(load_config(str(folder / "lora" / "config.yaml")))
     session.train(plan, *session.build(plan))
+
+
+def spoiled(folder):
+    """What a step with a loss that is not finite leaves of the weights: the first step, in which every row takes part.
+
+    DeepSpeed leaves out an update whose gradients are not finite; gradients as ever would reach the optimizer.
+    """
+    found = []
+    for gradients_too in (True, False):
+        trainer, _ = session.build(prepare(load_config(str(folder / "spoiled" / "config.yaml"))))
+        trainer.objective = SpoiledObjective(trainer.objective, "row-5", gradients_too)
+        before, said = {name: value.clone() for name, value in trainer.model.state_dict().items()}, "nothing"
+        try:
+            trainer.train()
+        except NonFiniteLoss as error:
+            said = str(error)
+        after = trainer.model.state_dict()
+        found.append({"said": said, "equal": all(torch.equal(after[name], value) for name, value in before.items())})
+    (folder / f"spoiled-{trainer.args.process_index}.json").write_text(json.dumps(found))
 
 
 def check_overfitting(folder):
@@ -119,8 +145,9 @@ def small_updates(folder):
 def resumed(folder):
     trainer = run(folder / "split" / "config.yaml")
     torch.save(states(trainer), folder / f"resumed-{trainer.args.process_index}.pt")
-    trainer = run(folder / "mixed-split" / "config.yaml")
-    torch.save(states(trainer), folder / f"mixed-resumed-{trainer.args.process_index}.pt")
+    for name in ("mixed", *PARTLY):
+        trainer = run(folder / f"{name}-split" / "config.yaml")
+        torch.save(states(trainer), folder / f"{name}-resumed-{trainer.args.process_index}.pt")
 
 
 def long_run(folder):

@@ -58,6 +58,15 @@ def _add_lora(model: DFlashDraftModel, config: RunConfig) -> None:
     inject_adapter_in_model(options, model, NAME)
 
 
+@torch.no_grad()
+def copy_backbone(model: DFlashDraftModel, start: DFlashDraftModel) -> None:
+    """Takes the backbone of the drafter that a run started from, which must be of the same shape."""
+    theirs = start.state_dict()
+    for name, tensor in model.state_dict().items():
+        if name.split(".")[0] in BACKBONE:
+            tensor.copy_(theirs[name])
+
+
 def head_names(model: DFlashDraftModel) -> set[str]:
     """Names of the parameters that belong to the correction head (and its confidence head), not to the backbone."""
     return {name for name, _ in model.named_parameters() if name.split(".")[0] not in BACKBONE}

@@ -93,9 +93,9 @@ def check_training_options(config: RunConfig, device: str) -> argparse.Namespace
     values.bf16 = choose_dtype(config.dtype, device) == torch.bfloat16
     values.remove_unused_columns = False
     values.logging_nan_inf_filter = False
-    if values.accelerator_config is None:
+    if values.accelerator_config is None and values.dataloader_pin_memory and device != "cpu":
         # Batches go to the GPU without the host waiting for the copy, and so for all that the GPU has still to do.
-        values.accelerator_config = {"non_blocking": values.dataloader_pin_memory}
+        values.accelerator_config = {"non_blocking": True}
     values.disable_tqdm = True  # our own bar shows loss and accuracy
     if values.eval_steps and "eval_strategy" not in given:
         values.eval_strategy = "steps"

@@ -74,7 +74,7 @@ def build_model(plan: TrainingPlan, fresh: bool) -> DFlashDraftModel:
     """The drafter at its start: from a checkpoint, from the target, or random.
 
     Args:
-        fresh: False when a resume replaces the weights anyway.
+        fresh: False when a resume replaces the weights that are trained.
     """
     torch.manual_seed(plan.config.seed)
     model = DFlashDraftModel(plan.drafter_config)
@@ -86,6 +86,9 @@ def build_model(plan: TrainingPlan, fresh: bool) -> DFlashDraftModel:
             initialise_from_target(model, plan.target, sample_tokens(plan.data, plan.target.device))
         if not warm_head:
             zero_correction(model)
+    elif plan.config.trainable != "all":
+        # A checkpoint in DeepSpeed's universal form brings what is trained and nothing else.
+        adapters.copy_backbone(model, plan.start.model)
     return model
 
 
