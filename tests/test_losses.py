@@ -8,14 +8,13 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from data.batches import collate, supervised_slots
-from data.settings import RunConfig
 from models.heads import HEADS
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from trainers import block_hidden
 from training.forward import block_loss, capture_batch
-from training.objective import STATISTICS, Objective, Terms, batch_gamma, curriculum
+from training.objective import STATISTICS, Objective, Terms
 from training.rows import TrainingRows
-from training.slot_loss import Mixture, dpace_weights
+from training.slot_loss import Mixture, dpace_weights, score
 from training_runs import answer_rows
 
 BLOCK, GAMMA = 5, 3.0
@@ -73,7 +72,10 @@ class Reference:
             codes = model.head.teacher_forced_codes(anchors, batch.labels_RNT, self.target.embed, slots)
             final = torch.where(model.corrected_depths()[:, None], base + codes @ model.head.rows().T, base)
         labels = batch.labels_RNT if self.index is None else self.index[batch.labels_RNT]
-        teacher = self.teacher(batch, head) if batch.final_RSD is not None else None
+        whole = teacher = self.teacher(batch) if batch.final_RSD is not None else None
+        if self.ids is not None and whole is not None:  # learned is its part inside the draft vocabulary, renormalised
+            whole = whole[..., self.ids]
+            teacher = whole / whole.sum(-1, keepdim=True).clamp(min=1e-30)
         share = torch.where(model.corrected_depths(), lam, 1.0)
         mixed = (1 - share) * self.mixture(final, labels, teacher) + share * self.mixture(base, labels, teacher)
         weights = self.weights(batch, final, labels)
@@ -85,14 +87,15 @@ class Reference:
                 rows = model.head.markov_head.markov_w1(previous)
                 inputs = torch.cat([inputs, rows.detach() if self.terms.detach else rows], dim=-1)
             logits = (inputs @ model.confidence_head.proj.weight.T + model.confidence_head.proj.bias)[..., 0]
-            accepted = 1 - 0.5 * (final.softmax(-1) - teacher).abs().sum(-1).detach()
+            accepted = torch.minimum(final.softmax(-1), whole).sum(-1).detach()  # what is outside is never proposed
             losses = binary_cross_entropy_with_logits(logits, accepted.clamp(0, 1), reduction="none")
             total = total + self.terms.confidence * (weights * losses).sum()
         return total
 
-    def teacher(self, batch, head):
-        """The target's distribution over the head's rows at the token before each label, position by position."""
+    def teacher(self, batch):
+        """The target's distribution over all tokens at the token before each label, position by position."""
         rows, anchors, depths = batch.labels_RNT.shape
+        head = self.target.model.get_output_embeddings().weight
         probs = torch.zeros(rows, anchors, depths, len(head))
         for r, n, t in torch.cartesian_prod(*map(torch.arange, (rows, anchors, depths))).tolist():
             if batch.weights_RNT[r, n, t] > 0:
@@ -149,6 +152,25 @@ def test_chunked_loss_with_confidence_and_dpace_over_a_draft_vocabulary(head):
     terms = Terms(Mixture(0.1, 0.0, 0.9), confidence=1.0, weights="dpace", dpace_alpha=0.3)
     markov = head.startswith("markov")
     check(terms, head=head, draft=True, confidence_head=True, confidence_with_markov=markov)
+
+
+def test_confidence_counts_what_the_target_gives_to_tokens_outside_the_draft_vocabulary():
+    """t = (.36, .24 | .40 outside) and p = (.6, .4): nothing is left to learn, and .6 of the samples are accepted."""
+    target, labels = tiny_target(), torch.tensor([0, 1])
+    head = target.model.get_output_embeddings().weight.data
+    head.zero_()
+    head[:, 0] = -100.0
+    head[[3, 7, 8], 0] = torch.tensor([0.36, 0.24, 0.40]).log()
+    objective = Objective(target, torch.tensor([3, 7]), 0, Terms(MIXTURES["dspark"], confidence=1.0))
+    final = torch.eye(head.shape[1])[:1].expand(2, -1)
+    teacher = objective.teacher(lambda index: final[index], torch.arange(2), labels)
+    scores, _ = score(torch.tensor([0.6, 0.4]).log().expand(2, -1), labels, torch.ones(2), Mixture(), teacher)
+    assert scores.overlap_M.tolist() == pytest.approx([0.6, 0.6])
+    assert max(scores.tv_M.abs().max(), scores.kl_M.abs().max()) < 1e-6
+    assert teacher.hits_M.tolist() == [False, False]  # token 8 is the target's own
+    without = Objective(target, objective.draft_ids, 0, Terms(MIXTURES["dspark"]))
+    teacher = without.teacher(lambda index: final[index], torch.arange(2), labels)
+    assert teacher.inside_M is None and teacher.hits_M.tolist() == [True, False]
 
 
 def test_an_attached_confidence_head_trains_the_backbone_too():
@@ -318,43 +340,21 @@ def test_logits_never_exceed_a_chunk():
     assert max(sizes) <= 5 and sum(sizes) == 3 * (batch.weights_RNT > 0).sum()
 
 
+def test_logits_over_all_tokens_take_no_more_than_a_chunk_over_the_draft_vocabulary():
+    terms = Terms(MIXTURES["dspark"], confidence=1.0)
+    target, model, objective, batch = setup(terms, "none", rows=4, chunk=5, draft=True, confidence_head=True)
+    sizes, whole = {True: [], False: []}, target.logits
+    target.logits = lambda hidden, ids=None: sizes[ids is None].append(len(hidden)) or whole(hidden, ids)
+    run(model, objective, batch)
+    slots = (batch.weights_RNT > 0).sum()
+    assert max(sizes[True]) == 5 * len(objective.draft_ids) // VOCAB and sum(sizes[True]) == slots
+    assert max(sizes[False]) == 5 and sum(sizes[False]) == 2 * slots
+
+
 def test_the_default_chunk_holds_64_mib():
     target = tiny_target()
     assert Objective(target, None).chunk * VOCAB * 4 == 64 * 2**20
     assert Objective(target, torch.arange(2), 0).chunk == 8 * 2**20 and Objective(target, None, 7).chunk == 7
-
-
-@pytest.mark.parametrize("horizon, expected", [(1.0, [1.0, 0.8, 0.6, 0.4, 0.2]), (0.5, [1.0, 0.6, 0.2, 0.2, 0.2])])
-def test_curriculum_ends_at_its_horizon(horizon, expected):
-    config = RunConfig(lambda_start=1.0, lambda_end=0.2, lambda_horizon=horizon)
-    assert [curriculum(config, step / 4) for step in range(5)] == pytest.approx(expected)
-
-
-def test_options_become_terms():
-    options = dict(ce_weight=0.1, kl_weight=0.2, tv_weight=0.9, candidates=32)
-    config = RunConfig(**options, head="markov_gated", enable_confidence_head=True, confidence_weight=0.7)
-    assert Terms.of(config) == Terms(Mixture(0.1, 0.2, 0.9, 32), confidence=0.7)
-    assert config.needs_teacher and config.pure_draft_prefix_len == 0 and batch_gamma(config) == 4.0
-    other = RunConfig(position_weights="dpace", dpace_alpha=0.3, confidence_detach=False)
-    assert Terms.of(other) == Terms(detach=False, weights="dpace", dpace_alpha=0.3)
-    assert not other.needs_teacher and other.pure_draft_prefix_len == 1 and batch_gamma(other) == math.inf
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"ce_weight": 0.0}, "ce_weight, kl_weight and tv_weight are all 0"),
-        ({"kl_weight": -1.0}, "kl_weight must be >= 0, got -1.0"),
-        ({"lambda_end": 1.5}, "lambda_end must lie in 0..1, got 1.5"),
-        ({"lambda_horizon": 0.0}, "lambda_horizon must lie above 0 and at most at 1, got 0.0"),
-        ({"loss_gamma": 0.0}, "loss_gamma must be above 0, got 0.0"),
-        ({"dpace_alpha": 2.0}, "dpace_alpha must lie in 0..1, got 2.0"),
-        ({"enable_confidence_head": True, "confidence_weight": 0.0}, "needs a confidence_weight > 0"),
-    ],
-)  # fmt: skip
-def test_losses_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        RunConfig(**options)
 
 
 @pytest.mark.parametrize("mixture", ["ce", "kl", "tv"])

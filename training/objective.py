@@ -5,7 +5,8 @@
     loss      = sum over slots of weight * (slot loss + confidence * BCE(confidence head, acceptance of final logits))
 
 Slots that no head corrects have base logits alone. The confidence head is judged by the final logits and takes no part
-in the curriculum; its target, the chance that a sample of the drafter at T=1 is accepted, is 1 - sum |t - p| / 2.
+in the curriculum; its target, the chance that a sample of the drafter at T=1 is accepted, is sum min(p, target). Under
+a draft vocabulary the mixture's t is renormalised there, but the overlap is with the target's whole distribution.
 
 Nothing is divided here: numerators and weights are summed over the whole optimizer step first, and the trainer divides
 once. Vocabulary logits exist at supervised slots only and for one chunk at a time (training/slot_loss.py).
@@ -17,8 +18,9 @@ Shape suffixes: R rows, N anchors, B slots, T depths, S tokens, D hidden, E rank
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,10 +31,22 @@ from data.batches import Batch
 from data.settings import RunConfig
 from models.drafter import DFlashDraftModel
 from models.target import Target
-from training.slot_loss import VALUES, Chunk, Mixture, SlotLoss, dpace_weights, label_probabilities
+from training.slot_loss import (
+    VALUES,
+    Chunk,
+    Mixture,
+    SlotLoss,
+    Teacher,
+    Whole,
+    dpace_weights,
+    is_best,
+    label_probabilities,
+    make_teacher,
+)
 
 # Sums by depth. `X_loss` is weighted (of the final logits but for `base_loss`, both cross entropies), `X_hits` counts
-# slots: `recall` a label among the best base candidates, `agreement` a label that is the target's argmax. `X_run`
+# slots: `recall` a label among the best base candidates, `agreement` a label that is the target's argmax (among the
+# draft vocabulary, unless the confidence head had all tokens looked at). `X_run`
 # counts blocks whose slots up to this depth are all hits: the sum over depths is the teacher-forced leading run, which
 # ends with the block's supervised prefix. Rows that a loss without the target's distribution cannot know are NaN.
 STATISTICS = (
@@ -141,9 +155,9 @@ class Objective:
             mask_RNT = slots.counts_M.view(batch.labels_RNT.shape).float()
             weights_RNT = dpace_weights(probs_M.view(mask_RNT.shape), mask_RNT, self.terms.dpace_alpha)
             slots.weights_M = weights_RNT.flatten()
-        final_of = FinalStates(batch) if self.needs_teacher else None
+        teacher_of = partial(self.teacher, FinalStates(batch)) if self.needs_teacher else None
         numerator, values = SlotLoss.apply(
-            self._logits, self.terms.mixture, lam, chunks, slots.labels_M, slots.weights_M, final_of, slots.hidden_MD,
+            self._logits, self.terms.mixture, lam, chunks, slots.labels_M, slots.weights_M, teacher_of, slots.hidden_MD,
             slots.codes_ME, rows_VE,
         )  # fmt: skip
         values = dict(zip(VALUES, values, strict=True))
@@ -155,7 +169,7 @@ class Objective:
                 batch.labels_RNT,
                 self.terms.detach,
             )
-            accepted_M = (1 - 0.5 * values["tv"]).clamp(0, 1)
+            accepted_M = values["overlap"].clamp(0, 1)
             confidence_M = binary_cross_entropy_with_logits(logits_RNT.flatten().float(), accepted_M, reduction="none")
             numerator = numerator + self.terms.confidence * (slots.weights_M * confidence_M).sum()
         return LossSums(numerator, _statistics(slots, values, confidence_M.detach(), self.terms, self.needs_teacher))
@@ -192,6 +206,27 @@ class Objective:
                 # longer match: it runs one slot of no weight, the first block's at the first of these depths.
                 index_M = torch.arange(own[0], own[0] + 1, device=index_M.device)
             yield from (Chunk(piece, corrected) for piece in index_M.split(self.chunk) if len(piece))
+
+    def teacher(self, final_of: Callable[[Tensor], Tensor], index_M: Tensor, labels_M: Tensor) -> Teacher:
+        """The target's distribution at slots.
+
+        Args:
+            final_of: as `FinalStates`.
+            labels_M: places in the draft vocabulary.
+        """
+        final_MD, whole = final_of(index_M), None
+        if self.terms.confidence and self.draft_ids is not None:
+            whole = self._whole(final_MD, self.draft_ids[labels_M])
+        return make_teacher(self._logits(final_MD).float(), labels_M, whole)
+
+    def _whole(self, final_MD: Tensor, tokens_M: Tensor) -> Whole:
+        """Over all tokens, a few slots at a time: no array exceeds those of a chunk over the draft vocabulary."""
+        few = max(1, self.chunk * len(self.draft_ids) // self.target.vocab_size)
+        parts = []
+        for states_MD, tokens in zip(final_MD.split(few), tokens_M.split(few), strict=True):
+            scores_MV = self.target.logits(states_MD.to(self.target.dtype)).float()
+            parts.append((scores_MV.logsumexp(dim=-1), is_best(scores_MV, tokens)))
+        return Whole(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def _logits(self, hidden_MD: Tensor) -> Tensor:
         return self.target.logits(hidden_MD.to(self.target.dtype), self.draft_ids)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 Logits = Callable[[Tensor], Tensor]  # the target's LM head on hidden states [M, D], over the draft vocabulary
+TeacherOf = Callable[[Tensor, Tensor], "Teacher"]  # of slots, by their places [m] and labels [m]
 
 
 @dataclass(frozen=True)
@@ -47,27 +48,40 @@ class Teacher:
     Attributes:
         probs_MV: fp32.
         negative_entropy_M: sum t log t.
-        hits_M: whether the label is the target's own argmax, ties included.
+        hits_M: whether the label is the target's own argmax, ties included; of all tokens where they were looked at,
+            else of the draft vocabulary.
+        inside_M: share of the target's whole distribution that lies in the draft vocabulary; None for all of it.
     """
 
     probs_MV: Tensor
     negative_entropy_M: Tensor
     hits_M: Tensor
+    inside_M: Tensor | None = None
+
+
+class Whole(NamedTuple):
+    """What the target's logits over all tokens say of slots. Attributes: normaliser_M: their logsumexp; hits_M: whether
+    the label is their argmax, ties included."""
+
+    normaliser_M: Tensor
+    hits_M: Tensor
 
 
 @dataclass
 class Scores:
-    """Terms of slots under one set of logits: loss of the mixture, its parts, and whether the label is the argmax."""
+    """Terms of slots under one set of logits: loss of the mixture, its parts, whether the label is the argmax, and the
+    overlap with the target's whole distribution, sum of min(p, target): the chance that a sample is accepted."""
 
     loss_M: Tensor
     ce_M: Tensor
     kl_M: Tensor
     tv_M: Tensor
     hits_M: Tensor
+    overlap_M: Tensor
 
 
 # Rows of what `SlotLoss` returns beside the numerator.
-VALUES = ("base_ce", "final_ce", "base_hits", "final_hits", "recall_hits", "agreement_hits", "kl", "tv")
+VALUES = ("base_ce", "final_ce", "base_hits", "final_hits", "recall_hits", "agreement_hits", "kl", "tv", "overlap")
 
 
 class Chunk(NamedTuple):
@@ -81,8 +95,7 @@ class SlotLoss(torch.autograd.Function):
     """Numerator sum(weight * loss) and values [K, M] of slots, zero at those in no chunk.
 
     Args of `apply`:
-        final_of: gives the target's final hidden states [m, D] at the tokens before the labels of m slots; None when
-            the mixture needs no teacher.
+        teacher_of: gives the target's distribution at the tokens before the labels; None when nothing asks for it.
         hidden_MD, codes_ME, rows_VE: what gets gradients; the last two are None without a correction head.
     """
 
@@ -95,7 +108,7 @@ class SlotLoss(torch.autograd.Function):
         chunks: Sequence[Chunk],
         labels_M: Tensor,
         weights_M: Tensor,
-        final_of: Logits | None,
+        teacher_of: TeacherOf | None,
         hidden_MD: Tensor,
         codes_ME: Tensor | None,
         rows_VE: Tensor | None,
@@ -106,7 +119,7 @@ class SlotLoss(torch.autograd.Function):
         numerator, values_KM = weights_M.new_zeros(()), weights_M.new_zeros(len(VALUES), len(weights_M))
         for index, corrected in chunks:
             labels, weights = labels_M[index], weights_M[index]
-            teacher = None if final_of is None else make_teacher(logits(final_of(index)).float(), labels)
+            teacher = None if teacher_of is None else teacher_of(index, labels)
             codes = codes_ME[index] if corrected else None
             part, values_KM[:, index], hidden_gradient_MD[index], final_gradient_MV = _chunk(
                 logits, mixture, lam, labels, weights, teacher, hidden_MD[index], codes, rows_VE
@@ -147,7 +160,8 @@ def _chunk(logits, mixture, lam, labels_M, weights_M, teacher, hidden_MD, codes_
         final_gradient_MV = final_gradient_MV.to(rows_VE.dtype)
     (hidden_gradient_MD,) = torch.autograd.grad(base_MV, hidden_MD, gradient_MV.to(base_MV.dtype))
     agreement_M = torch.zeros_like(recall_M) if teacher is None else teacher.hits_M
-    values = (base.ce_M, final.ce_M, base.hits_M, final.hits_M, recall_M, agreement_M, final.kl_M, final.tv_M)
+    hits = (base.hits_M, final.hits_M, recall_M, agreement_M)
+    values = (base.ce_M, final.ce_M, *hits, final.kl_M, final.tv_M, final.overlap_M)
     numerator = (weights_M * (share * base.loss_M + (1 - share) * final.loss_M)).sum()
     return numerator, torch.stack([v.float() for v in values]), hidden_gradient_MD, final_gradient_MV
 
@@ -164,7 +178,7 @@ def score(
     # A label that ties with the best counts as a hit; argmax would cost five times as much here.
     hits_M = picked_M1[:, 0] >= log_p_MV.amax(dim=-1)
     ce_M = -picked_M1[:, 0]
-    kl_M = tv_M = torch.zeros_like(ce_M)
+    kl_M = tv_M = overlap_M = torch.zeros_like(ce_M)
     if teacher is None:
         gradient_MV = log_p_MV.exp_()
         if mixture.ce != 1:
@@ -174,21 +188,41 @@ def score(
         probs_MV = log_p_MV.exp_()
         gradient_MV = probs_MV - teacher.probs_MV
         tv_M = torch.linalg.vector_norm(gradient_MV, ord=1, dim=-1)
+        overlap_M = 1 - 0.5 * tv_M
+        if teacher.inside_M is not None:
+            # The target's own probability of a token is inside * t. Into the same memory, which is then filled anew.
+            torch.addcmul(probs_MV, teacher.probs_MV, teacher.inside_M[:, None], value=-1, out=gradient_MV)
+            distance_M = torch.linalg.vector_norm(gradient_MV, ord=1, dim=-1) + (1 - teacher.inside_M)
+            overlap_M = 1 - 0.5 * distance_M
+            torch.sub(probs_MV, teacher.probs_MV, out=gradient_MV)
         gradient_MV.sign_().mul_(mixture.tv)
         gradient_MV += (mixture.ce + mixture.kl - _dot(gradient_MV, probs_MV))[:, None]
         gradient_MV.mul_(probs_MV).add_(teacher.probs_MV, alpha=-mixture.kl)
     gradient_MV.scatter_add_(1, labels_M[:, None], torch.full_like(picked_M1, -mixture.ce))
     loss_M = mixture.ce * ce_M + mixture.kl * kl_M + mixture.tv * tv_M
-    return Scores(loss_M, ce_M, kl_M, tv_M, hits_M), gradient_MV.mul_(scales_M[:, None])
+    return Scores(loss_M, ce_M, kl_M, tv_M, hits_M, overlap_M), gradient_MV.mul_(scales_M[:, None])
 
 
-def make_teacher(logits_MV: Tensor, labels_M: Tensor) -> Teacher:
-    """The target's distribution from its fp32 logits over the draft vocabulary."""
+def make_teacher(logits_MV: Tensor, labels_M: Tensor, whole: Whole | None = None) -> Teacher:
+    """The target's distribution from its fp32 logits over the draft vocabulary.
+
+    Args:
+        whole: of the same slots over all tokens; None where the draft vocabulary is all of them, or nothing asks.
+    """
     probs_MV = torch.softmax(logits_MV.detach(), dim=-1)
-    hits_M = logits_MV.gather(1, labels_M[:, None])[:, 0] >= logits_MV.amax(dim=-1)
+    normaliser_M = torch.logsumexp(logits_MV, dim=-1)
     # sum t log t = sum t z - log sum exp z: no second array of the vocabulary's size.
-    negative_entropy_M = _dot(probs_MV, logits_MV) - torch.logsumexp(logits_MV, dim=-1)
-    return Teacher(probs_MV, negative_entropy_M, hits_M)
+    negative_entropy_M = _dot(probs_MV, logits_MV) - normaliser_M
+    if whole is None:
+        return Teacher(probs_MV, negative_entropy_M, is_best(logits_MV, labels_M))
+    # Two products of the LM head may round apart: no share exceeds one.
+    inside_M = (normaliser_M - whole.normaliser_M).exp().clamp(max=1)
+    return Teacher(probs_MV, negative_entropy_M, whole.hits_M, inside_M)
+
+
+def is_best(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
+    """Whether the label's logit is the largest, ties included."""
+    return logits_MV.gather(1, labels_M[:, None])[:, 0] >= logits_MV.amax(dim=-1)
 
 
 @torch.no_grad()
