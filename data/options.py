@@ -231,9 +231,13 @@ class RunConfig:
         "eval",
     )
     concurrency: list[int] = option(
-        [], "numbers of requests decoded at once whose throughput is measured, such as 1 2 4 8 16", "eval"
+        [],
+        "numbers of requests decoded at once whose throughput is measured, such as 1 2 4 8 16",
+        "eval calibrate train",
     )
-    concurrency_prompts: int = option(32, "prompts of the first benchmark decoded at every concurrency", "eval")
+    concurrency_prompts: int = option(
+        32, "prompts of the first benchmark decoded at every concurrency", "eval calibrate train"
+    )
     concurrency_runs: int = option(1, "times that each of these measurements is repeated", "eval")
     max_cache_gb: float = option(16.0, "memory that keys and values of all requests at once may take", "eval train")
     sweep_budget: list[int] = option([], "values of B to compare for ddtree and dartree_pruned", "eval")
