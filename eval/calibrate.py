@@ -88,10 +88,11 @@ def sightings(session: Session, method: str, ids: list[int], temperature: float)
 
 
 def sightings_of(answer: Answer, logits: Sequence[Sequence[float]]) -> list[Sighting]:
-    """The accepted tokens of each round and the one that was rejected."""
+    """The accepted tokens of each round and the one that was rejected, none of them behind the answer's end."""
     found = []
     for record, row in zip(answer.rounds, logits, strict=True):
-        found += [Sighting(t + 1, row[t], t < record.accepted) for t in range(min(record.accepted + 1, len(row)))]
+        # A round emits its accepted tokens and one more, unless the answer ends before: `accepted` does not know that.
+        found += [Sighting(t + 1, row[t], t < record.accepted) for t in range(min(record.emitted, len(row)))]
     return found
 
 

@@ -15,6 +15,7 @@ from models.configuration import DrafterSpec
 from tiny import MASK, tiny_drafter, tiny_target
 from trainers import logged, make_trainer
 from training.adapters import FOLDER, HEAD, choose_trainable, full_weights, head_names, lora_layers
+from training.evaluation import decoding_copy
 from training.initialise import zero_correction
 from training.warm_start import agree_with_start, read_start, start_config, start_from
 
@@ -102,6 +103,37 @@ def test_lora_is_trained_merged_and_decodes(tmp_path, target):
         generate(target, session.proposer(m), requests)[0].tokens for m in ("ar", "dartree_pruned", "domino_chain")
     ]
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_small_update_of_bf16_weights_survives_the_merge(tmp_path, target):
+    """One of .3 % of the weights: in bf16 half of it is rounding. Loading for decoding rounds, and only once."""
+    model = tiny_drafter(target, **SHARED).model.bfloat16()
+    choose_trainable(model, RunConfig(trainable="lora", init_drafter="x", lora_rank=4))
+    updates = {}
+    for name, layer in lora_layers(model).items():
+        up, down, weight = layer.lora_B["default"].weight, layer.lora_A["default"].weight, layer.base_layer.weight
+        up.data.normal_()
+        size = layer.scaling["default"] * (up.float() @ down.float()).norm() / weight.float().norm()
+        up.data.mul_(0.003 / size)
+        update = layer.scaling["default"] * (up.double() @ down.double())
+        updates[f"{name}.weight"] = update, weight.double() + update
+    full = full_weights(model)
+    assert len(updates) == 2 * 7 + 1
+    for name, (update, exact) in updates.items():
+        assert full[name].dtype == torch.float32
+        assert (full[name] - exact).norm() / update.norm() < 1e-4
+        assert (exact.bfloat16() - exact).norm() / update.norm() > 0.3  # what saving in bf16 would lose
+    rest = model.state_dict()
+    assert all(torch.equal(value, rest[name]) and value.dtype == torch.bfloat16
+               for name, value in full.items() if name not in updates)  # fmt: skip
+    model.save_pretrained(tmp_path, state_dict=full)
+    stored, decoding = load_drafter(str(tmp_path), None).model, load_drafter(str(tmp_path), torch.bfloat16).model
+    assert {p.dtype for p in decoding.parameters()} == {torch.bfloat16} and stored.dtype == torch.float32
+    for name, value in full.items():
+        assert torch.equal(stored.state_dict()[name], value.float())
+        assert torch.equal(decoding.state_dict()[name], value.bfloat16())
+    copied = decoding_copy(model, None, tiny_target(dtype=torch.bfloat16)).model.state_dict()
+    assert all(torch.equal(copied[name], value) for name, value in decoding.state_dict().items())
 
 
 def test_full_weights_of_a_whole_drafter_are_its_own(target):

@@ -169,6 +169,14 @@ def test_only_tokens_that_the_target_looked_at_are_seen():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("emitted, depths", [(2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3])])
+def test_tokens_behind_the_answers_end_are_not_seen(emitted, depths):
+    """All three accepted: the end of the answer is the second of them, the third, or the token that follows."""
+    rounds = [RoundRecord(3, 3, 3, emitted, 0.0, 0.0, 0.0, 0.0)]
+    found = calibrate.sightings_of(Answer(rounds=rounds), [[0.1, 0.2, 0.3]])
+    assert [(s.depth, s.accepted) for s in found] == [(depth, True) for depth in depths]
+
+
 def save_run(folder, **spec):
     """A config with a saved target and a saved Markov drafter."""
     path = save_tiny_target(folder / "target")

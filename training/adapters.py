@@ -80,6 +80,9 @@ def lora_layers(model: DFlashDraftModel) -> dict[str, LoraLayer]:
 def full_weights(model: DFlashDraftModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """All weights under the drafter's own names, LoRA added in.
 
+    Merged weights are fp32: in bf16 an update of .3 % of a weight would lose half of itself to rounding. The others
+    keep their dtype. Whoever decodes in bf16 rounds once, when loading.
+
     Args:
         state: the model's state dict if the caller has it whole; else it is read here, gathered under ZeRO-3.
     """
@@ -91,8 +94,7 @@ def full_weights(model: DFlashDraftModel, state: dict[str, Tensor] | None = None
     full = {k.replace(".base_layer.", "."): v for k, v in state.items() if ".lora_" not in k}
     for name, layer in lora_layers(model).items():
         down_EI, up_OE = (state[f"{name}.lora_{part}.{NAME}.weight"].float() for part in "AB")
-        base_OI = full[f"{name}.weight"]
-        full[f"{name}.weight"] = (base_OI.float() + layer.scaling[NAME] * (up_OE @ down_EI)).to(base_OI.dtype)
+        full[f"{name}.weight"] = full[f"{name}.weight"].float() + layer.scaling[NAME] * (up_OE @ down_EI)
     return full
 
 

@@ -114,7 +114,7 @@ def choose_sample(plan: TrainingPlan) -> AnswerRow:
     """A training prompt with what the target really continues, here and now, in this dtype; the longest of a few.
 
     Stored answers may be sampled, cut, or rounded in another batch: decoding would leave them. What lies behind a token
-    that the drafter cannot propose is cut off.
+    that the drafter cannot propose is cut off, and what repeats itself too (`varied`).
     """
     known = set() if plan.draft_ids is None else set(plan.draft_ids.tolist())
     samples = []
@@ -122,12 +122,23 @@ def choose_sample(plan: TrainingPlan) -> AnswerRow:
         prompt = list(stored.prompt_ids)[: plan.config.max_row_length - TOKENS]
         (answer,) = generate(plan.target, NoProposer(), [Request(prompt, TOKENS)])
         inside = next((i for i, t in enumerate(answer.tokens) if known and t not in known), len(answer.tokens))
-        samples.append(AnswerRow(stored.id, stored.domain, prompt, answer.tokens[:inside], answer.stop))
+        samples.append(AnswerRow(stored.id, stored.domain, prompt, varied(answer.tokens[:inside]), answer.stop))
     row = max(samples, key=lambda sample: len(sample.answer_ids))
     need = plan.spec.num_proposals + 2
     if len(row.answer_ids) < need:
-        raise ValueError(f"overfit_check: no answer of the first {CANDIDATES} rows has {need} tokens to draft")
+        raise ValueError(
+            f"overfit_check: no answer of the first {CANDIDATES} rows has {need} tokens to draft, half of them new ones"
+        )
     return row
+
+
+def varied(tokens: list[int]) -> list[int]:
+    """The longest beginning of which at least half the tokens are new ones.
+
+    Where a text repeats itself, labels of a wrong place are right all the same. Here at most half of the tokens can
+    equal the one some places further, so that such labels get one token a round accepted at most.
+    """
+    return tokens[: max(n for n in range(len(tokens) + 1) if 2 * len(set(tokens[:n])) >= n)]
 
 
 def _small_run(plan: TrainingPlan, row: AnswerRow, folder: str) -> TrainingPlan:
