@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from .attention import causal_mask, document_mask, tree_mask, tree_positions, window_mask
 from .families import FULL, SLIDING, layer_kinds, refuse_unsupported, window_of
+from .products import wide_linear
 from .quantization import quantization_config
 
 # One mask for all layers, or one for each layer type of a target with sliding windows.
@@ -102,16 +103,23 @@ class Target:
         """The target's own input embeddings [..., D], with the scale that some families apply in the module."""
         return self.model.get_input_embeddings()(ids)
 
-    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """The target's LM head on hidden states [..., D]: [..., V], or [..., len(ids)] for chosen rows."""
+    def logits(self, hidden: Tensor, ids: Tensor | None = None, wide: bool = False) -> Tensor:
+        """The target's LM head on hidden states [..., D]: [..., V], or [..., len(ids)] for chosen rows.
+
+        Args:
+            wide: fp32 logits where the device multiplies so (`wide_linear`), for losses.
+        """
         head = self.model.get_output_embeddings()
         # Two dimensions: a strided slice with more of them is multiplied row by row, with a copy of the head for each.
         flat = hidden.reshape(-1, hidden.shape[-1]).to(head.weight.device)
-        if ids is None:
-            logits = head(flat)
-        else:
+        linear = wide_linear if wide else nn.functional.linear
+        if ids is not None:
             bias = None if head.bias is None else head.bias[ids.to(head.bias.device)]
-            logits = nn.functional.linear(flat, self.head_rows(ids), bias)
+            logits = linear(flat, self.head_rows(ids), bias)
+        elif wide and type(head) is nn.Linear:
+            logits = linear(flat, head.weight, head.bias)
+        else:
+            logits = head(flat)
         return self.scale_logits(logits).unflatten(0, hidden.shape[:-1]).to(hidden.device)
 
     def scale_logits(self, logits: Tensor) -> Tensor:

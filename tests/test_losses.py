@@ -334,7 +334,7 @@ def test_logits_never_exceed_a_chunk():
     terms = Terms(MIXTURES["dspark"], weights="dpace")
     target, model, objective, batch = setup(terms, rows=4, chunk=5)
     sizes, whole = [], target.logits
-    target.logits = lambda hidden, ids: sizes.append(len(hidden)) or whole(hidden, ids)
+    target.logits = lambda hidden, ids, wide: sizes.append(len(hidden)) or whole(hidden, ids, wide)
     run(model, objective, batch)
     # Each supervised slot in D-PACE's pre-pass, for the drafter and for the target.
     assert max(sizes) <= 5 and sum(sizes) == 3 * (batch.weights_RNT > 0).sum()
@@ -344,7 +344,7 @@ def test_logits_over_all_tokens_take_no_more_than_a_chunk_over_the_draft_vocabul
     terms = Terms(MIXTURES["dspark"], confidence=1.0)
     target, model, objective, batch = setup(terms, "none", rows=4, chunk=5, draft=True, confidence_head=True)
     sizes, whole = {True: [], False: []}, target.logits
-    target.logits = lambda hidden, ids=None: sizes[ids is None].append(len(hidden)) or whole(hidden, ids)
+    target.logits = lambda hidden, ids=None, **more: sizes[ids is None].append(len(hidden)) or whole(hidden, ids)
     run(model, objective, batch)
     slots = (batch.weights_RNT > 0).sum()
     assert max(sizes[True]) == 5 * len(objective.draft_ids) // VOCAB and sum(sizes[True]) == slots

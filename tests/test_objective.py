@@ -115,7 +115,7 @@ def test_chunks_change_neither_value_nor_gradient(draft):
 def test_logits_never_exceed_a_chunk():
     target, model, objective, batch = setup(rows=4, chunk=5)
     sizes, whole = [], target.logits
-    target.logits = lambda hidden, ids: sizes.append(len(hidden)) or whole(hidden, ids)
+    target.logits = lambda hidden, ids, wide: sizes.append(len(hidden)) or whole(hidden, ids, wide)
     backward(model, objective, batch)
     # Every supervised slot once, never more than five at once.
     assert max(sizes) <= 5 and sum(sizes) == (batch.weights_RNT > 0).sum()

@@ -224,12 +224,12 @@ class Objective:
         few = max(1, self.chunk * len(self.draft_ids) // self.target.vocab_size)
         parts = []
         for states_MD, tokens in zip(final_MD.split(few), tokens_M.split(few), strict=True):
-            scores_MV = self.target.logits(states_MD.to(self.target.dtype)).float()
+            scores_MV = self.target.logits(states_MD.to(self.target.dtype), wide=True).float()
             parts.append((scores_MV.logsumexp(dim=-1), is_best(scores_MV, tokens)))
         return Whole(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def _logits(self, hidden_MD: Tensor) -> Tensor:
-        return self.target.logits(hidden_MD.to(self.target.dtype), self.draft_ids)
+        return self.target.logits(hidden_MD.to(self.target.dtype), self.draft_ids, wide=True)
 
 
 @dataclass

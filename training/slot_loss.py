@@ -3,7 +3,8 @@
 The gradient of a chunk is computed in closed form together with its loss, so that nothing of the vocabulary's size is
 kept for, or recomputed in, the backward pass. What a chunk holds at once is at most seven arrays [M, V]: base logits in
 the model's dtype and in fp32, the target's distribution, the gradient of the base logits, and for the final logits
-log-probabilities, difference and correction. All of it is fp32 (TRAPS 26) but the matrix products.
+log-probabilities, difference and correction. All of it is fp32 (TRAPS 26) but what goes into the matrix products, and,
+on CPUs, what comes out of them (models/products.py).
 
 Shape suffixes: R rows, N anchors, T depths, M slots of a chunk (or all R*N*T), D hidden, E rank of the
 correction, K statistics, V (draft) vocabulary.
@@ -17,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+
+from models.products import wide_linear
 
 Logits = Callable[[Tensor], Tensor]  # the target's LM head on hidden states [M, D], over the draft vocabulary
 TeacherOf = Callable[[Tensor, Tensor], "Teacher"]  # of slots, by their places [m] and labels [m]
@@ -154,7 +156,7 @@ def _chunk(logits, mixture, lam, labels_M, weights_M, teacher, hidden_MD, codes_
     base, gradient_MV = score(scores_MV, labels_M, weights_M * share, mixture, teacher)
     final, final_gradient_MV = base, None
     if codes_ME is not None:
-        scores_MV = linear(codes_ME, rows_VE).float().add_(scores_MV)
+        scores_MV = wide_linear(codes_ME, rows_VE).float().add_(scores_MV)
         final, final_gradient_MV = score(scores_MV, labels_M, weights_M * (1 - lam), mixture, teacher)
         gradient_MV += final_gradient_MV
         final_gradient_MV = final_gradient_MV.to(rows_VE.dtype)
@@ -240,7 +242,7 @@ def label_probabilities(
     for index, corrected in chunks:
         scores_MV = logits(hidden_MD[index]).float()
         if corrected:
-            scores_MV = linear(codes_ME[index], rows_VE).float().add_(scores_MV)
+            scores_MV = wide_linear(codes_ME[index], rows_VE).float().add_(scores_MV)
         picked_M = scores_MV.gather(1, labels_M[index, None])[:, 0]
         probs_M[index] = (picked_M - scores_MV.logsumexp(dim=-1)).exp()
     return probs_M
