@@ -137,7 +137,8 @@ def test_a_mistake_is_still_a_mistake(run, capsys):
 
 
 def test_state_of_a_rank_by_stage():
-    """16 bytes a parameter in bf16 (weights 2, gradients 2, masters 4, moments 8), divided as ZeRO does."""
-    assert [state_bytes(100, 100, 2, 4, stage) for stage in range(4)] == [1600, 700, 550, 400]
+    """16 bytes a parameter in bf16 (weights 2, gradients 2, masters 4, moments 8), divided as ZeRO does; gradients take
+    4 where they are accumulated in fp32."""
+    assert [state_bytes(100, 100, 2, 4, stage) for stage in range(4)] == [1600, 700, 600, 450]
     assert state_bytes(100, 10, 2, 1, 1) == 200 + 20 + 120
     assert state_bytes(100, 100, 4, 1, 0) == 1600

@@ -35,14 +35,16 @@ RUNS = {
         dict(**DSPARK, head="markov_vanilla", confidence_head_with_markov=True),
     ),
     "domino_kl_dpace": (dict(), dict(kl_weight=0.5, position_weights="dpace")),
+    "domino_shifted": (dict(), {}),
 }
+SHIFTED = ("dspark", "domino_shifted")
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_golden_run_of_each_head(tmp_path, name):
-    """As test_trainer.test_golden_run, which holds Domino's, with the same tolerance."""
+    """As test_trainer.test_golden_run, which holds Domino's in the fill-in layout, with the same tolerance."""
     spec, options = RUNS[name]
-    trainer = make_trainer(tmp_path, head=spec, shifted=name == "dspark", options=options)
+    trainer = make_trainer(tmp_path, head=spec, shifted=name in SHIFTED, options=options)
     trainer.train()
     # fp32 sums in another order (another CPU, another thread count) move the losses by about 1e-5 in ten steps.
     assert logged(trainer) == pytest.approx(GOLDEN[name], abs=2e-4)

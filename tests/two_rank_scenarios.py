@@ -142,6 +142,17 @@ def small_updates(folder):
         torch.save({"before": before.bfloat16(), "after": after}, folder / "bf16.pt")
 
 
+def accumulated(folder):
+    """What a step of the same rows gives in one piece and in four, in bf16, by ZeRO stage."""
+    found = {}
+    for name in ("whole", "parts", "parts-zero3"):  # ZeRO-3 last: transformers then believes in it for good
+        trainer = run(folder / name / "config.yaml")
+        found[name] = {key: [line[key] for line in trainer.state.log_history if key in line] for key in
+                       ("loss", "grad_norm")}  # fmt: skip
+        found[name]["kept"] = str(trainer.model_wrapped.optimizer.gradient_accumulation_dtype)
+    (folder / "accumulated.json").write_text(json.dumps(found))
+
+
 def resumed(folder):
     trainer = run(folder / "split" / "config.yaml")
     torch.save(states(trainer), folder / f"resumed-{trainer.args.process_index}.pt")
@@ -176,6 +187,6 @@ def pause_in_save(folder):
 
 if __name__ == "__main__":
     _single_process_defaults()
-    {f.__name__: f for f in (straight, resumed, long_run, pause_in_save, check_overfitting)}[sys.argv[1]](
+    {f.__name__: f for f in (straight, resumed, long_run, pause_in_save, check_overfitting, accumulated)}[sys.argv[1]](
         Path(sys.argv[2])
     )

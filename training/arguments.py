@@ -17,6 +17,8 @@ from data.settings import RunConfig
 from models.target import choose_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
+# Stages 2 and 3 accumulate gradients in fp32. Stage 1 does so in the weights' dtype: for fp32, DeepSpeed takes another
+# optimizer there, which keeps them whole on every rank. Long accumulation of bf16 gradients wants stage 2.
 DEFAULT_DEEPSPEED = "configs/deepspeed/zero1.json"
 SELECTS = "tau_dartree_pruned"  # the best checkpoint is the one with the longest acceptance of DARTree
 # Keys that follow from our own options, or that this trainer cannot honour.

@@ -120,12 +120,13 @@ def state_bytes(parameters: int, trained: int, size: int, ranks: int, stage: int
     """Weights, gradients and AdamW's fp32 state of one rank.
 
     ZeRO keeps fp32 masters of what is trained (also beside fp32 weights, from stage 1 on) and two moments; it divides
-    this state by the ranks from stage 1, gradients from stage 2, weights from stage 3.
+    this state by the ranks from stage 1, gradients from stage 2, weights from stage 3. From stage 2 on gradients are
+    accumulated in fp32 (configs/deepspeed).
 
     Args:
         size: bytes of a weight.
     """
-    weights, gradients = parameters * size, trained * size
+    weights, gradients = parameters * size, trained * (4 if stage >= 2 else size)
     optimizer = trained * (8 if size == 4 and stage == 0 else 12)
     return math.ceil(
         weights / (ranks if stage >= 3 else 1)
