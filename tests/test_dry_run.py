@@ -131,6 +131,17 @@ def test_a_start_from_a_drafter_has_that_drafters_sizes(run, capsys, tmp_path):
     assert "trainable is lora: give --init_drafter" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_lora_holds_a_drafter_in_fp32(run, capsys, tmp_path, monkeypatch):
+    target = load_target(str(run.parent / "target"), torch.float32)
+    tiny_drafter(target, block_size=4, target_layer_ids=(0, 2)).model.save_pretrained(tmp_path / "start")
+    monkeypatch.setattr(dry_run, "_gb", str)
+    words = ["--init_drafter", str(tmp_path / "start"), "--init_from_target", "false", "--dtype", "bf16"]
+    for trainable, stored in {"head": 2, "lora": 4}.items():
+        figures = said(capsys, run, *words, "--trainable", trainable)
+        count, trained = (int(n.split()[0].replace(",", "")) for n in figures["drafter"].split(", "))
+        assert figures["a checkpoint"].startswith(f"{count * (stored + 2) + trained * 12},")
+
+
 def test_a_mistake_is_still_a_mistake(run, capsys):
     assert train_drafter.main([str(run), "--dry_run", "--mask_token_id", "none"]) == 2
     assert "mask_token_id is not set" in capsys.readouterr().err

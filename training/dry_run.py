@@ -143,7 +143,9 @@ def _disk(
     if not rows:
         tokens, about = config.num_prompts * (config.max_prompt_length + config.max_answer_length), "at most "
     size = torch.finfo(target.dtype).bits // 8
-    checkpoint = 2 * _count(drafter) * size + _count(drafter, trainable=True) * 12
+    # The drafter, the engine's weights and its optimizer; a drafter with LoRA added in is fp32.
+    stored = 4 if config.trainable == "lora" else size
+    checkpoint = _count(drafter) * (stored + size) + _count(drafter, trainable=True) * 12
     number = "all of them" if kept is None else f"{kept + 1} at once"
     return {
         "answers": about + _gb(tokens * _BYTES_OF_A_TOKEN),
