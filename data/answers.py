@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from models.whole import check_shards
+
 ROWS, MANIFEST = "answers.jsonl", "manifest.json"
 _SAMPLE = 1 << 12  # bytes read at the beginning, middle and end of each tensor
 # The 4-grams of a large run's answers would not fit in memory.
@@ -149,7 +151,7 @@ def target_identity(path: str) -> str:
 
     For a folder, a hash of its configuration and of the beginning, middle and end of each tensor (hashing gigabytes
     whole would cost more than the check is worth): training one layer changes it. For a Hub id, the id with the commit
-    in the local cache. Raises ValueError for a file that is no safetensors.
+    in the local cache. Raises ValueError for a file that is no safetensors, or a missing one that the index names.
     """
     if not os.path.isdir(path):
         from huggingface_hub import try_to_load_from_cache
@@ -158,6 +160,7 @@ def target_identity(path: str) -> str:
         # snapshots/COMMIT; transformers' configurations do not hold the commit any more.
         file = try_to_load_from_cache(path, "config.json")
         return f"{path}@{Path(file).parent.name if isinstance(file, str) else None}"
+    check_shards(path)
     digest = hashlib.sha256(Path(path, "config.json").read_bytes())
     for file in sorted(Path(path).glob("*.safetensors")):
         digest.update(file.name.encode())

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from data.disk import written
+from models.whole import load_whole
 
 MARK = "merged_adapter"  # key of config.json
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,10 +36,10 @@ def merge_adapter(base: str, adapter: str, output: str, trust_remote_code: bool 
     Raises ValueError for an adapter that does not fit, and before the first byte when the disk is too small.
     """
     from peft import PeftModel  # imported late, like transformers: a merged target is only looked up
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     options = dict(trust_remote_code=trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", use_safetensors=True, **options)
+    model = load_whole(base, dtype="auto", use_safetensors=True, **options)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     free = shutil.disk_usage(os.path.dirname(output)).free
     if size > free:

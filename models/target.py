@@ -18,6 +18,7 @@ from .attention import causal_mask, document_mask, tree_mask, tree_positions, wi
 from .families import FULL, SLIDING, layer_kinds, refuse_unsupported, window_of
 from .products import wide_linear
 from .quantization import quantization_config
+from .whole import check_shards, load_whole
 
 # One mask for all layers, or one for each layer type of a target with sliding windows.
 Masks = Tensor | dict[str, Tensor]
@@ -293,6 +294,7 @@ def _source(path: str) -> tuple[str, dict]:
             raise ValueError(f"target: {path} holds no config.json")
         if not any(name.endswith(".safetensors") for name in os.listdir(path)):
             raise ValueError(f"target: {path} holds no safetensors weights; pickled weights are not loaded")
+        check_shards(path)
     elif path.startswith((".", "/", "~")):
         raise ValueError(f"target: no such folder: {path}")
     return path, {}
@@ -312,8 +314,8 @@ def load_target(
         quantization: one of `models.quantization.NAMES`.
         placed: of `models.placement.placement`, for a target that is spread over several devices, `device` first.
 
-    Raises ValueError in one line when the path has no config, only pickled weights, a model that cannot be verified,
-    or one that does not fit on the devices of `placed`.
+    Raises ValueError in one line when the path has no config, only pickled weights, files or tensors missing or of
+    another shape, a model that cannot be verified, or one that does not fit on the devices of `placed`.
     """
     source, common, _ = open_model(path, trust_remote_code, device)
     weights = {} if "gguf_file" in common else {"use_safetensors": True}
@@ -322,7 +324,7 @@ def load_target(
         weights |= {"quantization_config": quantization_config(quantization, dtype), "device_map": {"": device}}
     weights |= placed or {}
     with one_line(path):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **common, **weights)
+        model = load_whole(source, dtype=dtype, **common, **weights)
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
     target = Target(model if "device_map" in weights else model.to(device), tokenizer, path)
     _check_tables(target, torch.device(device))
@@ -372,7 +374,7 @@ def convert_gguf(gguf: str, output: str) -> None:
     refuses. The folder is written beside its final name and renamed, so that it is whole or absent.
     """
     directory, name = os.path.split(os.path.abspath(gguf))
-    model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)
+    model = load_whole(directory, gguf_file=name, dtype=torch.float32)
     for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, mark):
             delattr(model, mark)
