@@ -94,6 +94,7 @@ class Generation:
         target_forwards: forwards of the target, the prefill included; always len(rounds) + 1.
         phase: "main", or "sweep-" and a hash for an answer that belongs to a sweep and its own AR baseline.
         peak_memory_gb: largest memory of the process while it decoded, None where the system does not tell.
+        prompt: digest of the prompt's tokens, which tells other prompts under one id apart; empty in older files.
     """
 
     benchmark: str
@@ -110,6 +111,7 @@ class Generation:
     domain: str = ""
     phase: str = MAIN
     peak_memory_gb: float | None = None
+    prompt: str = ""
 
     @classmethod
     def of(cls, benchmark: str, prompt_id: str, plan: Plan, temperature: float, answer, **more) -> Generation:

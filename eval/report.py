@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from data.answers import target_identity
 from data.settings import RunConfig
 from models.checkpoint import Drafter
 from models.quantization import precision_name
@@ -30,6 +31,7 @@ def collect_settings(config: RunConfig, target: Target, drafter: Drafter, drafte
     settings = {
         "target": target.path,
         "target_name": config.target,
+        "target_identity": target_identity(target.path),
         "drafter": str(drafter_folder),
         "head": spec.head_type,
         "layout": spec.layout,
@@ -74,8 +76,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_results(path: str | os.PathLike) -> dict:
-    """Reads a results.json. Raises ValueError for another schema version."""
-    results = json.loads(Path(path).read_text())
+    """Reads a results.json. Raises ValueError, naming it, for a broken one and for another schema version."""
+    try:
+        results = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is broken: {error}") from error
+    if not isinstance(results, dict):
+        raise ValueError(f"{path} holds no results of an evaluation but a {type(results).__name__}")
     if results.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema_version {results.get('schema_version')}, this code reads {SCHEMA_VERSION}")
+    if not isinstance(results.get("settings"), dict):
+        raise ValueError(f"{path} holds no settings")
     return results

@@ -68,6 +68,7 @@ class Store:
                 self._keep(Generation.from_dict(row["generation"]), row["prompt_ids"])
 
     def _keep(self, generation: Generation, prompt_ids: list[int]) -> None:
+        generation.prompt = prompt_digest(prompt_ids)
         self.generations[asking(generation), generation.plan.id, tuple(prompt_ids)] = generation
 
     def _append(self, row: dict) -> None:
