@@ -110,5 +110,10 @@ def others(config: RunConfig, mark: str) -> int:
 def already_done(config: RunConfig, fingerprint: str) -> bool:
     """True when RUN/results.json is of exactly these options, weights and benchmark files."""
     path = Path(config.path("results.json"))
-    # Read without a check of its version: results of an older schema are simply written anew.
-    return path.is_file() and json.loads(path.read_text()).get("settings", {}).get("fingerprint") == fingerprint
+    if not path.is_file():
+        return False
+    # Read without a check of its version: results of an older schema, and broken ones, are simply written anew.
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["settings"]["fingerprint"] == fingerprint
+    except (ValueError, KeyError, TypeError):
+        return False
