@@ -13,7 +13,8 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   features    the target reads its answers once      -> RUN/cache, what train --features offline reads
   train       trains the drafter through DeepSpeed   -> RUN/drafter
   eval        decodes and measures                   -> RUN/results.json, RUN/report.md
-  compare     sets the drafters of several evaluations side by side, paired by prompt (RUN RUN ... in place of CONFIG)
+  compare     sets the drafters of several evaluations side by side, paired by prompt (RUN RUN ... in place of CONFIG,
+              each looked for from where the command is typed, then in this folder)
   calibrate   compares confidence with acceptance    -> RUN/calibration.json, used by eval --confidence_threshold
   export      writes a folder for other programs     -> RUN/export, any public format, also to the Hub (CONFIG or a drafter)
   inspect     says what a drafter checkpoint is and, with --target, whether it drafts (CONFIG or a drafter)
@@ -95,7 +96,8 @@ fi
 install ""
 if [[ $stage == compare ]]; then
   cd "$called_from"
-  exec "$py" -m eval.compare "$@"
+  # -P: the project's eval, not one of the folder where the command was typed.
+  exec "$py" -P -m eval.compare "$@"
 fi
 # CONFIG (or a drafter in its place) is meant from where the command was typed; everything else from this folder.
 config=configs/demo.yaml
