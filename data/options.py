@@ -7,6 +7,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+_AT_LEAST_1 = (
+    "num_prompts max_prompt_length max_answer_length answer_batch_size num_draft_layers head_rank gru_hidden_dim "
+    "anchors_per_row max_row_length lora_rank train_eval_prompts max_new_tokens budget width candidates "
+    "concurrency_prompts concurrency_runs sweep_prompts bench_repeats bench_concurrency"
+)
+_AT_LEAST_0 = (
+    "answer_temperature time_budget num_taps draft_vocab_size global_batch_size loss_chunk train_eval_tokens "
+    "eval_prompts near_tie trace_prompts"
+)
+
 
 def option(default: Any, help: str, stages: str = "all"):
     """A documented option; `stages` names the commands whose --help lists it."""
@@ -35,7 +45,7 @@ class RunConfig:
     device_map: list[str] = option(
         [],
         "GPUs of one process over which a target too large for one is spread: auto, balanced, balanced_low_0, "
-        "sequential, or cuda:0 cuda:1 ...; training from stored features needs none",
+        "sequential, or cuda:0 cuda:1 ...; none for one device; training from stored features needs none",
     )
     seed: int = option(0, "seed of prompts, anchors, sampling and bootstrap")
 
@@ -273,26 +283,12 @@ class RunConfig:
     training: dict = option({}, "keys of transformers.TrainingArguments", "train")
 
     def __post_init__(self):
-        for name in (
-            "budget",
-            "width",
-            "candidates",
-            "max_new_tokens",
-            "sweep_prompts",
-            "concurrency_prompts",
-            "concurrency_runs",
-            "num_prompts",
-            "answer_batch_size",
-            "train_eval_prompts",
-            "lora_rank",
-            "bench_repeats",
-            "bench_concurrency",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("eval_prompts", "trace_prompts", "train_eval_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.device_map == ["none"]:  # on a command line, where a config spreads the target
+            self.device_map = []
+        for limit, names in ((1, _AT_LEAST_1), (0, _AT_LEAST_0)):
+            for name in names.split():
+                if getattr(self, name) < limit:
+                    raise ValueError(f"{name} must be at least {limit}, got {getattr(self, name)}")
         for name, values in (("beta", [self.beta]), ("sweep_beta", self.sweep_beta)):
             if any(value > 0 for value in values):
                 raise ValueError(
@@ -334,8 +330,6 @@ class RunConfig:
         for name in ("loss_gamma", "calibration_prompts"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.loss_chunk < 0:
-            raise ValueError(f"loss_chunk must be >= 0, got {self.loss_chunk}")
 
     def path(self, *parts: str) -> str:
         return os.path.join(self.run_dir, *parts)

@@ -7,6 +7,7 @@ trainers share: learning_rate, max_steps, deepspeed, report_to, ...). Anything e
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import sys
 import types
@@ -51,13 +52,17 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
         if text not in ("true", "false", "1", "0"):
             raise ValueError(f"{name} must be true or false, got {value!r}")
         return text in ("true", "1")
+    if value is True:  # a flag without a value
+        raise ValueError(f"{name} needs a value")
     if kind in (int, float):
         try:
             number = kind(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"{name} must be {'a whole number' if kind is int else 'a number'}, got {value!r}"
             ) from None
+        if not math.isfinite(number):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
         if kind is int and isinstance(value, float) and value != number:
             raise ValueError(f"{name} must be a whole number, got {value!r}")
         return number
@@ -81,6 +86,8 @@ def load_config(path: str, overrides: dict[str, Any] | None = None) -> RunConfig
     values, training, unknown = {}, {}, []
     for key, value in given.items():
         if key in ours:
+            if value is None:  # YAML's null: the default
+                continue
             values[key] = _convert(key, hints[key], value)
         else:
             unknown.append(key)

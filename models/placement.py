@@ -28,7 +28,9 @@ def placement(device_map: Sequence[str]) -> dict:
         return {"device_map": device_map[0]}
     numbers = [name.removeprefix("cuda:") for name in device_map]
     if not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"device_map must be {', '.join(NAMES)} or GPUs such as cuda:0 cuda:1, got {words}")
+        raise ValueError(
+            f"device_map must be {', '.join(NAMES)} or GPUs such as cuda:0 cuda:1, got {words or 'nothing'}"
+        )
     memory = get_max_memory()
     missing = [number for number in numbers if int(number) not in memory]
     if missing:

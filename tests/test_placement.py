@@ -39,6 +39,7 @@ def test_the_option_becomes_what_transformers_takes(gpus):
     ("words", "message"),
     [
         (["even"], "device_map must be auto, balanced, balanced_low_0, sequential or GPUs such as .*, got even"),
+        ([""], "device_map must be auto, .* got nothing"),
         (["auto", "cuda:1"], "got auto cuda:1"),
         (["cuda:0", "cuda:3"], "device_map names cuda:3, torch sees the GPUs: cuda:0, cuda:1, cuda:2"),
     ],

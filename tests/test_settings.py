@@ -38,6 +38,24 @@ def test_the_launchers_local_rank_is_dropped_wherever_it_stands(tmp_path):
         ("budget: many", [], "budget must be a whole number, got 'many'"),
         ("budget: 1.5", [], "budget must be a whole number"),
         ("budget: 0", [], "budget must be at least 1, got 0"),
+        ("budget: .inf", [], "budget must be a whole number, got inf"),
+        ("loss_gamma: .nan", [], "loss_gamma must be a finite number, got nan"),
+        ("", ["--lora_alpha", "inf"], "lora_alpha must be a finite number, got 'inf'"),
+        ("", ["--temperatures", "0", "nan"], "temperatures must be a finite number, got 'nan'"),
+        ("", ["--sweep_beta", "-inf"], "sweep_beta must be a finite number, got '-inf'"),
+        ("", ["--num_draft_layers", "0"], "num_draft_layers must be at least 1, got 0"),
+        ("", ["--head_rank", "0"], "head_rank must be at least 1, got 0"),
+        ("", ["--gru_hidden_dim", "0"], "gru_hidden_dim must be at least 1, got 0"),
+        ("", ["--anchors_per_row", "0"], "anchors_per_row must be at least 1, got 0"),
+        ("", ["--max_row_length", "0"], "max_row_length must be at least 1, got 0"),
+        ("", ["--max_answer_length", "0"], "max_answer_length must be at least 1, got 0"),
+        ("", ["--max_prompt_length", "0"], "max_prompt_length must be at least 1, got 0"),
+        ("", ["--draft_vocab_size", "-3"], "draft_vocab_size must be at least 0, got -3"),
+        ("", ["--answer_temperature", "-1"], "answer_temperature must be at least 0, got -1.0"),
+        ("", ["--global_batch_size", "-8"], "global_batch_size must be at least 0, got -8"),
+        ("", ["--device_map"], "device_map needs a value"),
+        ("", ["--target"], "target needs a value"),
+        ("", ["--budget"], "budget needs a value"),
         ("keep_features: perhaps", [], "keep_features must be true or false"),
         ("beta: 0.1", [], "beta must be <= 0"),
         ("- 1", [], "must be a mapping"),
@@ -52,6 +70,17 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, text, words, me
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message in error
     assert error.startswith("eval: ") and error.count("\n") == 1
+
+
+def test_null_in_a_config_is_the_default(tmp_path):
+    config = load_config(write(tmp_path, "target:\nbudget: null\nmask_token_id: null\n"))
+    assert (config.target, config.budget, config.mask_token_id) == ("smollm2-135m-instruct", 64, None)
+
+
+def test_the_command_line_can_undo_a_configs_device_map(tmp_path):
+    path = write(tmp_path, "device_map: [cuda:0, cuda:1]")
+    assert parse_arguments("eval", [path]).device_map == ["cuda:0", "cuda:1"]
+    assert parse_arguments("eval", [path, "--device_map", "none"]).device_map == []
 
 
 def test_a_missing_config_is_named(tmp_path, capsys):

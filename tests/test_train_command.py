@@ -255,6 +255,23 @@ def test_yamls_null_leaves_a_key_at_its_default():
     assert values.max_steps == -1 and values.run_name is None and values.deepspeed.endswith("zero1.json")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("learning_rate", "nan", "learning_rate must be a finite number, got nan"),
+        ("weight_decay", float("inf"), "weight_decay must be a finite number, got inf"),
+        ("max_steps", 0, "max_steps must be at least 1, or -1 to go by num_train_epochs, got 0"),
+        ("max_steps", -2, "max_steps must be at least 1, or -1 .* got -2"),
+        ("num_train_epochs", 0, "num_train_epochs must be above 0, got 0"),
+        ("gradient_accumulation_steps", 0, "gradient_accumulation_steps must be at least 1, got 0"),
+        ("per_device_train_batch_size", -1, "per_device_train_batch_size must be at least 1, got -1"),
+    ],
+)
+def test_numbers_that_train_nothing_are_refused(key, value, words):
+    with pytest.raises(ValueError, match=words):
+        check_training_options(RunConfig(training={key: value}), "cpu")
+
+
 def test_zero_stage_of_a_deepspeed_file(tmp_path):
     (tmp_path / "plain.json").write_text("{}")
     (tmp_path / "broken.json").write_text("{,")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -89,6 +90,7 @@ def check_training_options(config: RunConfig, device: str) -> argparse.Namespace
     for key, value in given.items():
         words += [f"--{key}", *_words(value)]
     values = parser.parse_args(words)
+    _check_numbers(values, given)
     values.deepspeed = deepspeed_path(values.deepspeed or DEFAULT_DEEPSPEED)
     values.seed = config.seed
     values.use_cpu = device == "cpu"
@@ -104,9 +106,22 @@ def check_training_options(config: RunConfig, device: str) -> argparse.Namespace
     if values.eval_strategy != "no":
         values.metric_for_best_model = values.metric_for_best_model or SELECTS
     values.logging_first_step = True if "logging_first_step" not in given else values.logging_first_step
-    if values.per_device_train_batch_size < 1 or values.gradient_accumulation_steps < 1:
-        raise ValueError("per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
     return values
+
+
+def _check_numbers(values: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Raises ValueError for numbers with which transformers would train nothing, or on nan."""
+    for key in given:
+        number = getattr(values, key)
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{key} must be a finite number, got {number}")
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(values, key) < 1:
+            raise ValueError(f"{key} must be at least 1, got {getattr(values, key)}")
+    if values.max_steps < 1 and values.max_steps != -1:
+        raise ValueError(f"max_steps must be at least 1, or -1 to go by num_train_epochs, got {values.max_steps}")
+    if values.max_steps == -1 and values.num_train_epochs <= 0:
+        raise ValueError(f"num_train_epochs must be above 0, got {values.num_train_epochs}")
 
 
 def spread_batch(values: argparse.Namespace, batch_of_a_step: int, world_size: int) -> None:
