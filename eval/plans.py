@@ -93,8 +93,11 @@ def sweep_points(config: RunConfig, spec: DrafterSpec, methods: Sequence[str]) -
 
 
 def unique(plans: Sequence[Plan]) -> list[Plan]:
-    """The first of each id."""
-    return list({plan.id: plan for plan in reversed(plans)}.values())[::-1]
+    """The first of each id, in the order in which these come."""
+    found: dict[str, Plan] = {}
+    for plan in plans:
+        found.setdefault(plan.id, plan)
+    return list(found.values())
 
 
 def labels(plans: Sequence[Plan]) -> dict[str, str]:

@@ -86,6 +86,12 @@ def test_sweeps_change_one_knob_at_a_time():
         sweep_points(RunConfig(sweep_width=[4], methods=["ddtree"]), SPEC, ["ar", "ddtree"])
 
 
+def test_plans_keep_the_order_of_their_first_answer():
+    """Sweeps decode some of the main plans again: tables and page list those where the main plans stand."""
+    ar, tree, chosen, swept = Plan("ar"), Plan("ddtree", 64), Plan("ddtree", 16, note="chosen"), Plan("ddtree", 8)
+    assert unique([ar, tree, chosen, ar, swept, Plan("ddtree", 16), tree]) == [ar, tree, chosen, swept]
+
+
 def test_labels_name_what_tells_plans_apart():
     plans = [
         Plan("ar"), Plan("dflash_chain", 4), Plan("dflash_chain", 4, acceptance="rejection"), Plan("ddtree", 64),
