@@ -53,7 +53,8 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
             raise ValueError(f"{name} must be true or false, got {value!r}")
         return text in ("true", "1")
     if value is True:  # a flag without a value
-        raise ValueError(f"{name} needs a value")
+        wanted = next(f.metadata["help"] for f in fields(RunConfig) if f.name == name)
+        raise ValueError(f"{name} needs a value: {wanted}")
     if kind in (int, float):
         try:
             number = kind(value)
@@ -61,7 +62,7 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
             raise ValueError(
                 f"{name} must be {'a whole number' if kind is int else 'a number'}, got {value!r}"
             ) from None
-        if not math.isfinite(number):
+        if kind is float and not math.isfinite(number):  # a whole number of any size is
             raise ValueError(f"{name} must be a finite number, got {value!r}")
         if kind is int and isinstance(value, float) and value != number:
             raise ValueError(f"{name} must be a whole number, got {value!r}")
