@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from data.answers import target_identity
 from data.settings import RunConfig
 from eval import compare, marks
+from eval.report import collect_settings
 from eval.results import build_results
 from eval.store import Store, prompt_digest
 from made_up import plan_of, response
+from tiny import tiny_drafter, tiny_target
 
 SETTINGS = {"target_name": "t", "dtype": "bfloat16", "max_new_tokens": 8, "seed": 0, "num_proposals": 4}
 
@@ -100,6 +104,20 @@ def test_weights_tell_targets_apart_where_both_runs_know_them(tmp_path, capsys):
     assert compare.main([known, older]) == 0
     assert compare.main([known, other]) == 2
     assert "compare: target_identity is 'w1' in a and 'w2' in c: no pairs" in capsys.readouterr().err
+
+
+def test_settings_name_the_weights_wherever_they_lie(tmp_path):
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    target.model.lm_head.weight.data += 1
+    target.model.save_pretrained(tmp_path / "other")
+    found = []
+    for name in ("here", "there", "other"):
+        target.path = str(tmp_path / name)
+        settings = collect_settings(RunConfig(), target, tiny_drafter(target), str(tmp_path))
+        found.append(settings["target_identity"])
+    assert found[0] == found[1] == target_identity(str(tmp_path / "here")) != found[2]
 
 
 def test_other_prompts_under_one_id_are_no_pairs(tmp_path, capsys):
