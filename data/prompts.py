@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from data.chat import Turn
 from data.templates import CODE_FRAMES, CODE_TASKS, MATHS, MATHS_ENDINGS, NUMBERS, WORDS
 from data.topics import CHAT, ENDINGS
 
@@ -28,17 +29,21 @@ _USER_ROLES = {"user": True, "human": True, "assistant": False, "gpt": False, "s
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user asks.
+    """What the target is asked.
 
     Attributes:
         id: unique in a prompt set and stable over runs (a hash of the turns unless the source names one).
-        turns: the user's turns, in order; none is empty.
+        turns: what stands before each answer that the target writes, in order; none is empty (`data.chat.Turn`).
         domain: maths, code or chat for built-in prompts, else what the source says or the file's name.
+        tools: definitions of the functions that the target may call, as chat templates take them.
+        answers: the data set's own answers, one a turn, where it holds them.
     """
 
     id: str
-    turns: list[str]
+    turns: list[Turn]
     domain: str
+    tools: list[dict] | None = None
+    answers: list[str] | None = None
 
 
 def load_prompts(source: str, count: int | None, seed: int = 0, split: str = "train") -> list[Prompt]:
