@@ -53,11 +53,13 @@ def scenarios(tmp_path_factory):
         folder / "bf16", 8, max_steps=100, dtype="bf16", learning_rate=1e-5, lr_scheduler_type="constant",
         init_from_target=False, logging_steps=50, lambda_start=0.5,
     )  # fmt: skip
-    # Packed rows, a cache that the first epoch fills, workers: 22 documents in 10 rows, 5 steps an epoch.
+    # Packed rows, a cache that the first epoch fills, workers: 22 documents in 10 rows, 5 steps an epoch. A Markov head
+    # with a confidence head learns from the target's distribution under D-PACE.
     for name in ("mixed", "mixed-split"):
         _make(
             folder / name, 22, max_steps=12, save_steps=3, per_device_train_batch_size=1, packing=True,
             max_row_length=54, features="hybrid", dataloader_num_workers=1, deepspeed=_zero(1),
+            head="markov_gated", enable_confidence_head=True, tv_weight=0.5, kl_weight=0.1, position_weights="dpace",
         )  # fmt: skip
     # Every parameter is cut into pieces, the smallest too.
     zero3 = json.loads((ROOT / _zero(3)).read_text())
@@ -105,8 +107,8 @@ def _make(folder, rows, **options):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("one", ["straight", "mixed", *PARTLY])
 def test_resume_is_exact_bit_for_bit(scenarios, rank, one):
-    """Twice ten steps; packed rows with workers, interrupted while the first epoch fills the cache; LoRA with dropout;
-    a head on a frozen backbone. The last two were interrupted in the middle of an epoch."""
+    """Twice ten steps; packed rows with workers, interrupted while the first epoch fills the cache, the target as
+    teacher; LoRA with dropout; a head on a frozen backbone. The last two were interrupted in the middle of an epoch."""
     straight = torch.load(scenarios / f"{one}-{rank}.pt")
     resumed = torch.load(scenarios / f"{'' if one == 'straight' else one + '-'}resumed-{rank}.pt")
     assert straight.keys() == resumed.keys() and len(straight["moments"]) >= 3

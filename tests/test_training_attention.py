@@ -73,12 +73,14 @@ def packed_batch(spec, fixed=False):
     return collate(samples, spec.block_size, spec.num_proposals, MASK, 4.0)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager", "flex_attention"])
-def test_every_kernel_gives_the_same_loss(kernel, monkeypatch):
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("head", ["none", "domino", "markov_vanilla", "markov_gated", "markov_rnn"])
+@pytest.mark.parametrize("kernel", ["eager", "flex_attention"])
+def test_every_kernel_gives_the_loss_of_sdpa(kernel, head, shift, monkeypatch):
     # transformers compiles flex_attention; its eager form runs on every CPU.
     monkeypatch.setattr(flex, "compile_friendly_flex_attention", _uncompiled)
     target = tiny_target()
-    model = tiny_drafter(target).model
+    model = tiny_drafter(target, head_type=head, shift_label=shift, scale=0.3).model
     batch = packed_batch(model.spec)
     batch = capture_batch(target, batch, model.spec.target_layer_ids, False, None)
     losses = []
