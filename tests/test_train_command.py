@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from training import train_drafter
 from training.arguments import check_training_options, set_threads, spread_batch, zero_stage
 from training.checkpoints import check_same_run, publish, write_json
 from training.plan import label_agreement, prepare, sample_tokens
+from training.progress import Progress
 from training.rows import TrainingRows
 from training.session import described
 from training_runs import ROOT, answer_rows, environment, free_port, run_ranks, write_run
@@ -222,6 +224,18 @@ def test_low_agreement_is_a_warning_and_high_agreement_is_not(tmp_path, caplog, 
             monkeypatch.setattr("training.plan.label_agreement", lambda *_, share=agreement: share)
         assert prepare(load_config(str(config))).agreement == (agreement or 1.0)
         assert ("79 % agreement is low" in caplog.text) == ("agreement is low" in caplog.text) == warned
+
+
+def test_low_agreement_is_said_once_while_training_too(tmp_path):
+    progress = Progress(str(tmp_path / "log.jsonl"), 1, first_rank=True)
+    said = []
+    progress.bar = SimpleNamespace(write=said.append, set_postfix_str=lambda _: None)
+    logs = {"loss": 1.0, "learning_rate": 1e-3, "accuracy_1": 0.5}
+    for step, agreement in enumerate((None, 0.8, 0.79, 0.2)):
+        known = {} if agreement is None else {"agreement": agreement}
+        progress.on_log(None, SimpleNamespace(global_step=step), None, logs=logs | known)
+        assert len(said) == (step >= 2)
+    assert said[0].startswith("step 2: only 79% of the labels are the target's argmax")
 
 
 @pytest.mark.parametrize(

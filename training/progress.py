@@ -10,6 +10,9 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import TrainerCallback
 
+# Share of labels that are the target's argmax below which text is hardly its own (TRAPS 31).
+LOW_AGREEMENT = 0.8
+
 
 class Progress(TrainerCallback):
     """Bar and JSONL on the first rank. Seconds go on counting where an interrupted run stopped.
@@ -23,7 +26,7 @@ class Progress(TrainerCallback):
     def __init__(self, path: str, depths: int, first_rank: bool):
         self.path, self.depths, self.first_rank = Path(path), depths, first_rank
         self.seconds_before, self.last, self.evaluated, self.bar = 0.0, {}, {}, None
-        self.started = time.monotonic()
+        self.started, self.warned = time.monotonic(), False
 
     @property
     def seconds(self) -> float:
@@ -62,8 +65,19 @@ class Progress(TrainerCallback):
             self.bar.write(f"step {state.global_step}: tau {', '.join(taus)}")
             return
         self.last = line
+        self._check_agreement(line)
         by_depth = " ".join(f"{logs[f'accuracy_{d}']:.2f}" for d in range(1, self.depths + 1))
         self.bar.set_postfix_str(f"loss {logs['loss']:.3f} lr {logs['learning_rate']:.1e} accuracy {by_depth}")
+
+    def _check_agreement(self, line: dict) -> None:
+        """Says once when the labels are not what the target itself would write; known where the loss has the
+        target's distribution."""
+        if line.get("agreement", 1.0) < LOW_AGREEMENT and not self.warned:
+            self.warned = True
+            self.bar.write(
+                f"step {line['step']}: only {line['agreement']:.0%} of the labels are the target's argmax: "
+                "are these the target's own answers?"
+            )
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is None:
