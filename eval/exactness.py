@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache
 
 from models.target import Target
 
@@ -15,6 +17,9 @@ from .store import Asking, asking
 
 # In bf16 two tokens whose logits are this many units in the last place apart can swap with the shape of a kernel.
 BF16_ULPS = 2.0
+# Numbers of last tokens that are read at once after the rest, to see how far shapes alone move the choice: as in a step
+# of AR, in a chain's block and in trees of common sizes.
+PIECES = (1, 2, 4, 8, 16, 24, 32, 64)
 
 
 def first_difference(ar_tokens: list[int], tokens: list[int]) -> int | None:
@@ -33,7 +38,8 @@ def divergence(
 
     Args:
         threshold: gap in logits up to which the difference counts as a near tie in fp32. In bf16 the threshold is
-            `BF16_ULPS` units in the last place of the highest logit.
+            `BF16_ULPS` units in the last place of the highest logit, and a wider gap counts where the target alone
+            picks the token while it reads the same text in other pieces (`pieces_that_pick`).
         names: the record's fields that name the answer.
     """
     position = first_difference(ar_tokens, tokens)
@@ -51,9 +57,28 @@ def divergence(
     if target.dtype == torch.bfloat16:
         # The spacing of bf16 numbers (8 significant bits) at this magnitude.
         threshold = BF16_ULPS * 2.0 ** (math.floor(math.log2(abs(top))) - 7) if top else 0.0
+    near, pieces = gap <= threshold, None
+    if not near and target.dtype == torch.bfloat16:
+        pieces = pieces_that_pick(target, ids, b)
+    near = near or pieces is not None
     return Divergence(
-        position=position, ar_token=a, token=b, gap=gap, threshold=threshold, near_tie=gap <= threshold, **names
+        position=position, ar_token=a, token=b, gap=gap, threshold=threshold, near_tie=near, pieces=pieces, **names
     )
+
+
+@torch.inference_mode()
+def pieces_that_pick(target: Target, ids_1S: Tensor, token: int) -> int | None:
+    """The first of `PIECES` at which greedy decoding gives `token` after the text; None when none does.
+
+    The text is the same and no drafter takes part: what differs is the shape of the target's last forward.
+    """
+    length = ids_1S.shape[1]
+    for count in (count for count in PIECES if count < length):
+        cache = DynamicCache(config=target.config)
+        target.forward(ids_1S[:, :-count], (), cache=cache, with_logits=False)
+        if int(target.forward(ids_1S[:, -count:], (), cache=cache, keep=1).logits[0, -1].argmax()) == token:
+            return count
+    return None
 
 
 def find_divergences(

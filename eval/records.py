@@ -157,7 +157,9 @@ class Divergence:
         gap: the target's highest logit there less that of the lower of the two tokens, in a plain forward of its own;
             None when one text merely ends earlier.
         threshold: gap up to which rounding alone explains the difference; None like `gap`.
-        near_tie: gap <= threshold.
+        near_tie: gap <= threshold, or pieces.
+        pieces: so many last tokens, read at once after the rest, at which the target alone picks the token (bf16, gaps
+            above the threshold); None where none does, or none was asked for.
     """
 
     prompt_id: str
@@ -172,6 +174,7 @@ class Divergence:
     turn: int = 0
     plan: str = ""
     phase: str = MAIN
+    pieces: int | None = None
 
     def to_dict(self) -> dict:
         # JSON knows no infinity: null stands for it.

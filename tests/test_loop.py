@@ -7,7 +7,7 @@ from eval.decoding import loop
 from eval.decoding.cache import TreeCache
 from eval.decoding.loop import Batch, Request, generate
 from eval.decoding.proposals import DraftProposer, NoProposer, TreeOptions, available_methods, make_proposer
-from eval.exactness import divergence
+from eval.exactness import divergence, pieces_that_pick
 from eval.records import Divergence
 from models.attention import tree_mask
 from tiny import EOS, MASK, ScriptedProposer, ScriptedTarget, tiny_drafter, tiny_target
@@ -248,6 +248,29 @@ def test_a_tie_of_bf16_logits_is_near_and_a_wide_gap_is_not():
     assert (tie.gap, tie.near_tie) == (0.0, True)
     shorter = divergence(target, prompt, [10, 3], [10], 1e-4, prompt_id="p", method="m")
     assert Divergence.from_dict(shorter.to_dict()) == shorter and shorter.gap is None
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_token_that_the_target_picks_in_other_pieces_is_a_near_tie_of_bf16_alone(dtype, near, monkeypatch):
+    """A kernel that rounds otherwise for four tokens at once, by far more than two units."""
+    target, prompt = tiny_target(dtype=dtype), [5, 6, 7, 8, 9, 10]
+    logits = target.forward(torch.tensor([prompt]), (), keep=1).logits[0, -1]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    assert pieces_that_pick(target, torch.tensor([prompt]), best) == 1
+    assert not divergence(target, prompt, [best], [worst], 1e-4, prompt_id="p", method="m").near_tie
+    forward = target.forward
+
+    def rounded(input_ids, *args, cache=None, **options):
+        output = forward(input_ids, *args, cache=cache, **options)
+        if input_ids.shape[1] == 4 and output.logits is not None:
+            assert cache.get_seq_length() == 6
+            output.logits[..., worst] = output.logits.max() + 1
+        return output
+
+    monkeypatch.setattr(target, "forward", rounded)
+    found = divergence(target, prompt, [best], [worst], 1e-4, prompt_id="p", method="m")
+    assert (found.near_tie, found.pieces) == (near, 4 if near else None)
+    assert found.gap == pytest.approx(float(logits.max() - logits.min())) and found.gap > found.threshold
 
 
 def test_a_real_difference_is_not_called_a_near_tie():
