@@ -26,6 +26,7 @@ DECLARED = {
         "huggingface_hub",
         "jinja2",
         "peft",
+        "pyarrow",
         "openai",
     },
 }
