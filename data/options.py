@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_AT_LEAST_1 = (
-    "num_prompts max_prompt_length max_answer_length answer_batch_size num_draft_layers head_rank gru_hidden_dim "
-    "anchors_per_row max_row_length lora_rank train_eval_prompts max_new_tokens budget width candidates "
-    "concurrency_prompts concurrency_runs sweep_prompts bench_repeats bench_concurrency"
-)
-_AT_LEAST_0 = (
-    "answer_temperature time_budget num_taps draft_vocab_size global_batch_size loss_chunk train_eval_tokens "
-    "eval_prompts near_tie trace_prompts"
-)
+from data.option_checks import check_options
 
 
 def option(default: Any, help: str, stages: str = "all"):
@@ -48,6 +39,12 @@ class RunConfig:
         "sequential, or cuda:0 cuda:1 ...; none for one device; training from stored features needs none",
     )
     seed: int = option(0, "seed of prompts, anchors, sampling and bootstrap")
+    thinking: bool = option(
+        False, "let a target reason before it answers, where its chat template knows enable_thinking"
+    )
+    template_args: list[str] = option(
+        [], "further arguments of the chat template as KEY=VALUE, such as 'date_string=26 Jul 2024'"
+    )
 
     prompts: list[str] = option(
         ["builtin"],
@@ -60,7 +57,46 @@ class RunConfig:
     )
     max_answer_length: int = option(128, "answers are cut here (tokens)", "regenerate demo train")
     answer_temperature: float = option(0.0, "0 answers greedily", "regenerate demo")
+    top_p: float = option(
+        1.0, "answers are drawn from the likeliest tokens that together reach this share", "regenerate"
+    )
+    top_k: int = option(0, "answers are drawn from so many likeliest tokens; 0 is all", "regenerate")
+    min_p: float = option(
+        0.0, "answers are drawn from tokens with at least this share of the likeliest one's probability", "regenerate"
+    )
+    engine: Literal["auto", "local", "server", "recorded"] = option(
+        "auto",
+        "who answers: local (this process, or each rank of torchrun), server (endpoints), recorded (the data set's own "
+        "answers, where the target wrote them); auto is server with endpoints, else local",
+        "regenerate",
+    )
+    endpoints: list[str] = option(
+        [], "OpenAI-compatible servers of the target, such as http://127.0.0.1:8000/v1, all used at once", "regenerate"
+    )
+    server_model: str = option("", "the target's name at the servers (default: found in /v1/models)", "regenerate")
+    server_api: Literal["auto", "completions", "chat"] = option(
+        "auto",
+        "completions sends the prompt's tokens or text, chat sends messages, auto asks for completions first",
+        "regenerate",
+    )
+    server_concurrency: int = option(64, "requests to each endpoint at once", "regenerate")
+    server_timeout: float = option(600.0, "seconds after which a request is given up and made again", "regenerate")
+    server_attempts: int = option(
+        6, "tries after which a turn counts as failed; the next run tries it again", "regenerate"
+    )
+    server_patience: float = option(
+        600.0, "seconds without an answer from any endpoint, all of them failing, that end the run", "regenerate"
+    )
+    server_key_variable: str = option(
+        "OPENAI_API_KEY", "environment variable that holds the servers' key, where they want one", "regenerate"
+    )
     answer_batch_size: int = option(64, "rows answered, or read for features, at once", "regenerate features demo")
+    answers: str = option(
+        "",
+        "answers to train on: a folder of the stage dataset, a data set of the Hub, or another run's answers "
+        "(default: RUN/answers)",
+        "features train",
+    )
     keep_features: bool = option(
         True, "store the taps of the answers (bf16), so that training needs no target forward", "regenerate train demo"
     )
@@ -285,51 +321,14 @@ class RunConfig:
     def __post_init__(self):
         if self.device_map == ["none"]:  # on a command line, where a config spreads the target
             self.device_map = []
-        for limit, names in ((1, _AT_LEAST_1), (0, _AT_LEAST_0)):
-            for name in names.split():
-                if getattr(self, name) < limit:
-                    raise ValueError(f"{name} must be at least {limit}, got {getattr(self, name)}")
-        for name, values in (("beta", [self.beta]), ("sweep_beta", self.sweep_beta)):
-            if any(value > 0 for value in values):
-                raise ValueError(
-                    f"{name} must be <= 0, got {max(values)}: a positive one breaks the closure of the pruned tree"
-                )
-        for name in ("sweep_budget", "sweep_width", "sweep_candidates"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise ValueError(f"{name}: every value must be at least 1, got {min(getattr(self, name))}")
-        if any(level < 1 for level in self.concurrency):
-            raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
-        if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
-            raise ValueError(f"push_to_hub must be OWNER/NAME, got {self.push_to_hub!r}")
-        if self.max_cache_gb <= 0:
-            raise ValueError(f"max_cache_gb must be above 0, got {self.max_cache_gb}")
-        if any(t < 0 for t in self.temperatures):
-            raise ValueError(f"temperatures must be >= 0, got {self.temperatures}")
         if self.pure_draft_prefix_len is None:
             self.pure_draft_prefix_len = int(self.head == "domino")
-        self._check_loss()
+        check_options(self)
 
     @property
     def needs_teacher(self) -> bool:
         """Whether the loss needs the target's own distribution, and so its final hidden states."""
         return self.kl_weight > 0 or self.tv_weight > 0 or self.enable_confidence_head
-
-    def _check_loss(self) -> None:
-        for name in ("ce_weight", "kl_weight", "tv_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if self.ce_weight + self.kl_weight + self.tv_weight == 0:
-            raise ValueError("ce_weight, kl_weight and tv_weight are all 0: nothing would be learned")
-        if self.enable_confidence_head and self.confidence_weight <= 0:
-            raise ValueError(f"enable_confidence_head needs a confidence_weight > 0, got {self.confidence_weight}")
-        for name in ("lambda_start", "lambda_end", "dpace_alpha", "confidence_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
-        if not 0 < self.lambda_horizon <= 1:
-            raise ValueError(f"lambda_horizon must lie above 0 and at most at 1, got {self.lambda_horizon}")
-        for name in ("loss_gamma", "calibration_prompts"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
     def path(self, *parts: str) -> str:
         return os.path.join(self.run_dir, *parts)
