@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from data.chat import PLAIN, ChatFormat
 from models.whole import check_shards
 
 ROWS, MANIFEST = "answers.jsonl", "manifest.json"
@@ -125,16 +126,23 @@ def describe(rows: list[AnswerRow]) -> dict:
     }
 
 
-def check_origin(manifest: dict, now: dict, folder: str) -> None:
+def check_origin(manifest: dict, now: dict, folder: str, form: ChatFormat = PLAIN) -> None:
     """Raises ValueError when the answers are another target's (TRAPS 31), a quantised one's included, or were asked
-    through another chat template (TRAPS 29). A manifest written by hand may not say.
+    in another chat format (TRAPS 28, 29). A manifest written by hand may not say.
 
     Args:
         now: `target_identity`, `template` and `quantization` of this run's target.
+        form: of this run; `template` changes with it, but does not say in what.
     """
     from models.quantization import quantization_of  # imported late: transformers costs seconds
 
     made = manifest.get("settings", {})
+    for name, value in form.recorded.items():
+        if made.get(name, value) != value:
+            raise ValueError(
+                f"the answers in {folder} were asked with {name} {made[name]}, this run has {value}: set {name} as it "
+                "was, or choose another --run_dir and run: bash launch.sh regenerate CONFIG"
+            )
     if made.get("dtype"):
         made = made | {"quantization": quantization_of(made["dtype"])}
     kinds = {"target_identity": "target", "template": "chat template", "quantization": "a target with quantization"}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data.answers import AnswerRow, make_folder, read_manifest, target_identity, write_manifest
-from data.chat import template_fingerprint
+from data.chat import PLAIN, ChatFormat, template_fingerprint
 from data.features import FeatureReader, FeatureWriter, check_space
 from models.target import Target
 
@@ -25,10 +25,16 @@ FOLDER = "cache"
 _SHARD_BYTES = 256 * 2**20
 
 
-def cache_settings(target: Target, target_path: str, tap_ids: Sequence[int], quantization: str = "none") -> dict:
+def cache_settings(
+    target: Target,
+    target_path: str,
+    tap_ids: Sequence[int],
+    quantization: str = "none",
+    form: ChatFormat = PLAIN,
+) -> dict:
     """What features depend on: a cache made under other settings is refused."""
     tokenizer = target.tokenizer
-    template = template_fingerprint(tokenizer) if getattr(tokenizer, "chat_template", None) else None
+    template = template_fingerprint(tokenizer, form) if getattr(tokenizer, "chat_template", None) else None
     identity = target_identity(target_path)
     return {"tap_ids": list(tap_ids), "target_identity": identity, "template": template, "quantization": quantization}
 

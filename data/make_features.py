@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.answers import AnswerRow, check_origin, read_answers
+from data.chat import ChatFormat
 from data.environment import choose_device
 from data.feature_cache import FOLDER, FeatureCache, cache_settings, capture
 from data.features import resolve_taps
@@ -47,8 +48,9 @@ def make_features(config: RunConfig) -> None:
     dtype = choose_dtype(config.dtype, device)
     placed = placement(config.device_map)
     target = load_target(path, dtype, device, config.trust_remote_code, config.quantization, placed)
-    settings = cache_settings(target, path, resolve_taps(config, target.num_layers), config.quantization)
-    check_origin(manifest, settings, config.path("answers"))
+    form, taps = ChatFormat.of(config), resolve_taps(config, target.num_layers)
+    settings = cache_settings(target, path, taps, config.quantization, form)
+    check_origin(manifest, settings, config.path("answers"), form)
     folder = config.path(FOLDER)
     cache = FeatureCache(folder, settings, config.max_row_length)
     width = (len(settings["tap_ids"]) + 1) * target.config.hidden_size

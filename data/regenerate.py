@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from data import answers, features
 from data.answers import AnswerRow
-from data.chat import TemplateRejected, encode_prompt, messages_of, template_fingerprint
+from data.chat import PLAIN, ChatFormat, TemplateRejected, encode_prompt, messages_of, template_fingerprint
 from data.environment import choose_device
 from data.fetch_target import resolve_target
 from data.prompts import Prompt, load_mixture
@@ -98,7 +98,8 @@ def _settings(config: RunConfig, path: str, dtype: torch.dtype) -> dict:
     return {
         "target": path,
         "target_identity": answers.target_identity(path),
-        "template": template_fingerprint(tokenizer),
+        "template": template_fingerprint(tokenizer, ChatFormat.of(config)),
+        **ChatFormat.of(config).recorded,
         "prompts": config.prompts,
         "seed": config.seed,
         "answer_temperature": config.answer_temperature,
@@ -110,7 +111,7 @@ def _settings(config: RunConfig, path: str, dtype: torch.dtype) -> dict:
 
 
 def _refuse_other_settings(folder: str, manifest: dict, settings: dict) -> None:
-    old = manifest.get("settings", settings)
+    old = PLAIN.recorded | manifest.get("settings", settings)  # older manifests do not say the format
     for name, value in settings.items():
         # A target is known by its weights, wherever they lie.
         if name != "target" and old.get(name) != value:
@@ -174,7 +175,8 @@ class Job:
                 continue
             texts = [self.target.tokenizer.decode(row.answer_ids, skip_special_tokens=True) for row in before]
             try:
-                ids = encode_prompt(self.target.tokenizer, messages_of(prompt.turns[: turn + 1], texts))
+                messages = messages_of(prompt.turns[: turn + 1], texts)
+                ids = encode_prompt(self.target.tokenizer, messages, prompt.tools, ChatFormat.of(self.config))
             except TemplateRejected as error:
                 self.progress.skipped[key] = str(error)
                 continue

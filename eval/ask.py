@@ -40,7 +40,7 @@ def conversation(
     """
     prompt, history = question.prompt, []
     for turn in range(len(prompt.turns)):
-        ids = session.usable_ids(prompt.turns[: turn + 1], history)
+        ids = session.usable_ids(prompt.turns[: turn + 1], history, prompt.tools)
         if ids is None:
             return
         where = (phase, question.benchmark, prompt.id, turn, temperature)

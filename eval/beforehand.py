@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
+from data.chat import turn_text
 from data.prompts import Prompt
 
 from .budget import SIZES, BudgetChoice, choose_budget, verify_cost
@@ -59,7 +60,7 @@ def _longest(session: Session, asked: Asked) -> Request:
     for prompt in asked.prompts:
         if len(prompt.turns) > 1:
             found.append((session.longest_prompt, f"{prompt.id} of {asked.name}, a later turn"))
-        found.append((len(session.usable_ids(prompt.turns[:1], [])), f"{prompt.id} of {asked.name}"))
+        found.append((len(session.usable_ids(prompt.turns[:1], [], prompt.tools)), f"{prompt.id} of {asked.name}"))
     length, name = max(found)
     return Request([0] * length, session.config.max_new_tokens, name)
 
@@ -127,7 +128,7 @@ def _evaluated(session: Session, asked: Sequence[Asked]) -> list[Prompt]:
 
 def _training_prompts(session: Session, store: Store, asked: Sequence[Asked]) -> list[list[int]]:
     """Token ids of training prompts that are not evaluated; the store remembers them."""
-    evaluated = {prompt.turns[0] for prompt in _evaluated(session, asked)}
+    evaluated = {turn_text(prompt.turns[0]) for prompt in _evaluated(session, asked)}
     prompts = session.training_prompts(PROMPTS, session.config.seed, evaluated)
     store.add_used(map(prompt_digest, prompts))
     return prompts
@@ -136,7 +137,7 @@ def _training_prompts(session: Session, store: Store, asked: Sequence[Asked]) ->
 def _refuse_used(session: Session, store: Store, asked: Sequence[Asked]) -> None:
     """More prompts or benchmarks than before may hold one on which the stored budget or costs were found."""
     for prompt in _evaluated(session, asked):
-        if prompt_digest(session.usable_ids(prompt.turns[:1], [])) in store.used:
+        if prompt_digest(session.usable_ids(prompt.turns[:1], [], prompt.tools)) in store.used:
             raise ValueError(
                 f"benchmarks: prompt {prompt.id!r} is one of the training prompts on which the budget was found that "
                 f"{store.folder} was measured with; remove that folder to measure anew without it"

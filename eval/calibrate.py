@@ -46,7 +46,7 @@ def calibrate(config: RunConfig) -> dict:
     if len(prompts) < 2:
         raise ValueError("calibration_prompts: at least 2 usable held-out prompts are needed")
     method, temperature = _CHAINS.get(session.drafter.spec.head_type, "markov_chain"), config.temperatures[0]
-    asked = [session.usable_ids(prompt.turns[:1], []) for prompt in prompts]
+    asked = [session.usable_ids(prompt.turns[:1], [], prompt.tools) for prompt in prompts]
     seen = [sightings(session, method, ids, temperature) for ids in tqdm(asked, desc="calibrate")]
     fitted, tested = ([s for found in seen[half::2] for s in found] for half in (0, 1))
     if not fitted or not tested:

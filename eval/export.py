@@ -36,9 +36,10 @@ from models.formats.detect import FORMATS
 from models.formats.writing import needs_target, write_checkpoint
 from models.target import Target, choose_dtype, load_target
 
+from .chat_format import read_provenance
 from .model_card import Origin, describe_target, model_card
 from .publish import check_access, push
-from .report import read_provenance, read_results
+from .report import read_results
 from .standalone import CUSTOM_GENERATE, DRAFTER, standalone
 
 AUTO_MAP = {"AutoModel": "drafter.DFlashDraftModel"}

@@ -26,7 +26,7 @@ def held_out(config: RunConfig, usable: Callable, count: int, otherwise: str = "
     for source in sources:
         # Twice as many, since some may be too long.
         benchmark = load_benchmark(source, reported(config, source) + 2 * share, config.seed, config.benchmark_dir)
-        fit = [p for p in benchmark.prompts if usable(p.turns[:1], []) is not None]
+        fit = [p for p in benchmark.prompts if usable(p.turns[:1], [], p.tools) is not None]
         first = reported(config, source, benchmark.count)
         prompts |= {p.id: p for p in fit[first : first + share]}
     if not prompts:

@@ -102,7 +102,7 @@ def measure(session: Session, seconds: float = SECONDS) -> list[Acceptance]:
     options = TreeOptions(config.budget, config.width, config.candidates, config.beta)
     proposers = [DraftProposer(session.target, session.drafter, a.method, options) for a in found]
     for prompt in load_prompts("builtin", PROMPTS, config.seed, "eval"):
-        ids = session.usable_ids(prompt.turns[:1], [])
+        ids = session.usable_ids(prompt.turns[:1], [], prompt.tools)
         if ids is None:
             continue
         for acceptance, proposer in zip(found, proposers, strict=True):

@@ -14,6 +14,7 @@ from models.checkpoint import Drafter
 from models.quantization import precision_name
 from models.target import Target
 
+from .chat_format import compare_formats, read_provenance
 from .document import headline, markdown
 from .environment import hardware, versions
 from .marks import options_of
@@ -45,15 +46,10 @@ def collect_settings(config: RunConfig, target: Target, drafter: Drafter, drafte
         "hardware": hardware(),
         "versions": versions(),
         **{name: value for name, value in options_of(config).items() if name not in ("target", "device", "dtype")},
+        "chat_format": compare_formats(config, target.tokenizer, provenance),
         "provenance": provenance,
     }
     return settings | more
-
-
-def read_provenance(drafter_folder: str) -> dict | None:
-    """What the training wrote beside the drafter; None for a drafter from elsewhere."""
-    path = Path(drafter_folder) / "provenance.json"
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def write_report(run_dir: str, results: dict, generations: Iterable[Generation]) -> None:

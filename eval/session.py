@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from data.benchmarks import LoadedBenchmark, load_benchmark
-from data.chat import TemplateRejected, encode_prompt, messages_of
+from data.chat import ChatFormat, TemplateRejected, Turn, encode_prompt, messages_of, turn_text
 from data.environment import choose_device
 from data.fetch_target import resolve_target
 from data.prompts import Prompt, load_mixture
@@ -22,6 +23,7 @@ from models.target import Target, choose_dtype, load_target
 
 from .budget_policy import BudgetCalibration, make_policy
 from .calibration import read_temperature
+from .chat_format import read_provenance, warning
 from .decoding.proposals import make_proposer
 from .plans import configured_plan, tree_options
 from .records import AVERAGE, Plan
@@ -83,10 +85,11 @@ class Session:
         c = self.config
         return min(c.max_prompt_length, self.target.max_length - c.max_new_tokens - self.drafter.spec.num_proposals)
 
-    def usable_ids(self, turns: list[str], answers: list[str]) -> list[int] | None:
+    def usable_ids(self, turns: list[Turn], answers: list[str], tools: list[dict] | None = None) -> list[int] | None:
         """Token ids of a conversation; None when the template rejects it or it is too long to be answered."""
         try:
-            ids = encode_prompt(self.target.tokenizer, messages_of(turns, answers))
+            form = ChatFormat.of(self.config)
+            ids = encode_prompt(self.target.tokenizer, messages_of(turns, answers), tools, form)
         except TemplateRejected:
             return None
         return ids if len(ids) <= self.longest_prompt else None
@@ -97,8 +100,8 @@ class Session:
         Raises ValueError when there is none.
         """
         prompts = load_mixture(self.config.prompts, 2 * count + len(evaluated), seed, "train")
-        fresh = [p for p in prompts if p.turns[0] not in evaluated]
-        usable = [ids for p in fresh if (ids := self.usable_ids(p.turns[:1], [])) is not None][:count]
+        fresh = [p for p in prompts if turn_text(p.turns[0]) not in evaluated]
+        usable = [ids for p in fresh if (ids := self.usable_ids(p.turns[:1], [], p.tools)) is not None][:count]
         if not usable:
             sources = " ".join(self.config.prompts)
             raise ValueError(
@@ -131,6 +134,8 @@ def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: i
         print(f"target: {', '.join(f'{count} layers on {name}' for name, count in counts.items())}")
     if rank == 0:
         print(f"drafter: {drafter.describe()}")
+        if said := warning(config, target.tokenizer, read_provenance(drafter_folder)):
+            print(said, file=sys.stderr)
     temperature = read_temperature(config.run_dir, drafter_folder) if config.confidence_threshold else 1.0
     return Session(config, target, drafter, drafter_folder, rank, ranks, temperature)
 
@@ -164,7 +169,7 @@ def _ask(session: Session, benchmark: LoadedBenchmark) -> Asked:
     wanted = session.config.eval_prompts or benchmark.count
     prompts, skipped = [], 0
     for prompt in benchmark.prompts:
-        if session.usable_ids(prompt.turns[:1], []) is None:
+        if session.usable_ids(prompt.turns[:1], [], prompt.tools) is None:
             skipped += 1
             continue
         prompts.append(prompt)

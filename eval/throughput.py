@@ -40,7 +40,7 @@ def concurrency_prompts(session: Session) -> tuple[str, list[Prompt]]:
     config = session.config
     wanted = config.concurrency_prompts
     loaded = load_benchmark(config.benchmarks[0], wanted, config.seed, config.benchmark_dir)
-    usable = (p for p in loaded.prompts if session.usable_ids(p.turns[:1], []) is not None)
+    usable = (p for p in loaded.prompts if session.usable_ids(p.turns[:1], [], p.tools) is not None)
     return loaded.name, list(islice(usable, wanted))
 
 
@@ -49,7 +49,7 @@ def concurrency_requests(session: Session, temperature: float = 0.0) -> tuple[st
     config, (benchmark, prompts) = session.config, concurrency_prompts(session)
     return benchmark, [
         Request(
-            session.usable_ids(prompt.turns[:1], []),
+            session.usable_ids(prompt.turns[:1], [], prompt.tools),
             config.max_new_tokens,
             f"{config.seed}/{benchmark}/{prompt.id}/0/{temperature:g}",
         )

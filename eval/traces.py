@@ -29,6 +29,8 @@ from pathlib import Path
 
 import torch
 
+from data.chat import turn_text
+
 from .decoding.loop import Request, generate
 from .decoding.proposals import BUILDERS, DraftProposer, TreeOptions, available_methods
 from .decoding.tree import Draft, Tree
@@ -87,7 +89,7 @@ def trace_prompts(session: Session, questions: Sequence[Question], per_benchmark
 
 def trace_prompt(session: Session, proposer: TracingProposer, question: Question) -> dict:
     """The record of one prompt's first turn."""
-    ids = session.usable_ids(question.prompt.turns[:1], [])
+    ids = session.usable_ids(question.prompt.turns[:1], [], question.prompt.tools)
     proposer.trees = []
     limit = min(session.config.max_new_tokens, MAX_TOKENS)
     answer = generate(session.target, proposer, [Request(ids, limit)])[0]
@@ -109,7 +111,7 @@ def trace_prompt(session: Session, proposer: TracingProposer, question: Question
         "benchmark": question.benchmark,
         "prompt_id": question.prompt.id,
         "domain": question.prompt.domain,
-        "text": question.prompt.turns[0],
+        "text": turn_text(question.prompt.turns[0]),
         "prompt_tokens": len(ids),
         "answer": answer.tokens,
         "stop": answer.stop,

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from data.answers import make_folder
-from data.chat import encode_prompt, messages_of
+from data.chat import ChatFormat, encode_prompt, messages_of
 from data.prompts import load_prompts
 from data.settings import RunConfig, run_stage
 from eval.baseline import greedy
@@ -83,7 +83,8 @@ def compare(session: Session, name: str, prompts: int, tokens: int) -> list[dict
     methods = chosen_methods(config, session.drafter.spec.head_type)
     rows = {method: Row(name, method) for method in methods}
     for prompt in tqdm(load_prompts("builtin", prompts, config.seed, "eval"), desc=f"verify, {name} drafter"):
-        ids = encode_prompt(target.tokenizer, messages_of(prompt.turns[:1], []))
+        messages = messages_of(prompt.turns[:1], [])
+        ids = encode_prompt(target.tokenizer, messages, prompt.tools, ChatFormat.of(config))
         ar = generate(target, session.proposer("ar", 0), [Request(ids, tokens)])[0]
         for method in methods:
             if method == "ar":

@@ -6,6 +6,7 @@ import pytest
 
 from data.settings import RunConfig
 from eval import plots, report, run_eval, tables
+from eval.chat_format import read_provenance
 from eval.decoding import proposals
 from eval.document import headline, markdown
 from eval.records import Divergence, Generation, Plan
@@ -275,7 +276,7 @@ def test_settings_say_what_was_measured_and_where(tmp_path):
     assert settings["hardware"]["cores"] >= 1 and settings["hardware"]["memory_gb"] > 0
     assert {"python", "torch", "transformers"} <= settings["versions"].keys()
     json.dumps(settings, allow_nan=False)
-    assert report.read_provenance(str(tmp_path / "elsewhere")) is None
+    assert read_provenance(str(tmp_path / "elsewhere")) is None
 
 
 @pytest.mark.parametrize("prompts", [1, 6])

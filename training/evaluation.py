@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.initialization import no_init_weights
 
+from data.chat import turn_text
 from data.settings import RunConfig
 from eval.decoding.loop import Request, generate
 from eval.decoding.proposals import available_methods
@@ -72,7 +73,7 @@ class TrainingEvaluation:
         usable = session.usable_ids
         self.prompts = held_out(config, usable, config.train_eval_prompts, ", or set eval_strategy to no")
         own = self.prompts[rank::ranks]
-        self.requests = [(p.id, Request(usable(p.turns[:1], []), tokens, p.id)) for p in own]
+        self.requests = [(p.id, Request(usable(p.turns[:1], [], p.tools), tokens, p.id)) for p in own]
         self.rank, self.examples = rank, []
         self._ar: list[Generation] | None = None
         slots, requests = min(REQUESTS, len(own)), [request for _, request in self.requests]
@@ -115,7 +116,7 @@ class TrainingEvaluation:
         name, request = self.requests[0]
         proposer = _Recorder(session.proposer(method))
         (answer,) = generate(self.target, proposer, [request], max_cache_gb=self.config.max_cache_gb)
-        prompt = next(p.turns[0] for p in self.prompts if p.id == name)
+        prompt = next(turn_text(p.turns[0]) for p in self.prompts if p.id == name)
         examples, place, words = [], 1, self.target.tokenizer.decode
         for number, (record, drafted) in enumerate(zip(answer.rounds, proposer.chains, strict=True), 1):
             taken, rest = drafted[: record.accepted], answer.tokens[place + record.accepted : place + record.emitted]

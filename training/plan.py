@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.utils.logging import disable_progress_bar
 
 from data.answers import AnswerRow, check_origin, read_answers
+from data.chat import ChatFormat
 from data.environment import check_compiler
 from data.feature_cache import cache_settings, capture
 from data.features import resolve_taps
@@ -87,8 +88,9 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     # A mistake is found, and a finished run said, before the layers are loaded; training may need none.
     target = stream_target(path, dtype, device, config.trust_remote_code) if config.quantization == "none" else None
     target = target or load_whole(config, path, dtype, device)
-    needed = cache_settings(target, path, resolve_taps(config, target.num_layers), config.quantization)
-    check_origin(manifest, needed, config.path("answers"))
+    form, taps = ChatFormat.of(config), resolve_taps(config, target.num_layers)
+    needed = cache_settings(target, path, taps, config.quantization, form)
+    check_origin(manifest, needed, config.path("answers"), form)
     start = read_start(config, target)
     draft_ids, spec = build_spec(config, target, rows)
     if start is not None:

@@ -12,6 +12,7 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from data.chat import ChatFormat, template_fingerprint
 from data.disk import written
 from eval.environment import git_commit, git_diff, hardware, versions
 from models.checkpoint import DRAFT_VOCABULARY
@@ -193,10 +194,18 @@ def provenance(plan: TrainingPlan, trainer: DrafterTrainer, progress: Progress) 
     }
 
 
+def chat_format(plan: TrainingPlan) -> dict:
+    """How the answers were asked for, which the rows' manifest was checked to say too: decoding must ask likewise."""
+    form, tokenizer = ChatFormat.of(plan.config), plan.target.tokenizer
+    template = template_fingerprint(tokenizer, form) if getattr(tokenizer, "chat_template", None) else None
+    return {**form.recorded, "template": template}
+
+
 def described(plan: TrainingPlan) -> dict:
     """The resolved run and the code that runs it."""
     return {
         "config": asdict(plan.config),
+        "chat_format": chat_format(plan),
         "semantic": plan.semantic,
         "operational": plan.operational,
         "spec": asdict(plan.spec),
