@@ -128,6 +128,8 @@ def test_a_token_across_the_start_of_an_answer():
     (told,) = tokenise_answers(tokenizer, [Recorded(talk("a"), "\nb")])
     assert told.prompt_ids == encode_prompt(tokenizer, talk("a"))
     assert tokenizer.convert_ids_to_tokens(told.answer_ids) == ["\n", "b", "<|im_end|>"]
+    (told,) = tokenise_answers(tokenizer, [Recorded(talk("a"), " b \n")])
+    assert tokenizer.decode(told.answer_ids) == " b \n<|im_end|>"
 
 
 def test_a_bad_row_does_not_disturb_its_neighbours():
