@@ -9,6 +9,7 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   demo        set-up and all stages from target to export, then the table
   setup       creates the environment and checks the machine
   target      gets the demo's model into the cache
+  prepare     reads and filters the prompts          -> RUN/prompts (regenerate does it by itself)
   regenerate  the target answers the prompts         -> RUN/answers
   features    the target reads its answers once      -> RUN/cache, what train --features offline reads
   train       trains the drafter through DeepSpeed   -> RUN/drafter
@@ -82,7 +83,7 @@ stage=${1:-}
 case $stage in
   "") usage >&2 && exit 2 ;;
   -h | --help | help) usage && exit 0 ;;
-  setup | target | regenerate | features | train | eval | calibrate | compare | export | inspect | verify | bench | demo | test) shift ;;
+  setup | target | prepare | regenerate | features | train | eval | calibrate | compare | export | inspect | verify | bench | demo | test) shift ;;
   *) echo "launch.sh: unknown stage '$stage'; bash launch.sh --help lists them" >&2 && exit 2 ;;
 esac
 
@@ -113,6 +114,7 @@ wants_help() { [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; }
 case $stage in
   setup) exec "$py" -m data.environment report "$@" ;;
   target) exec "$py" -m data.fetch_target "$@" ;;
+  prepare) exec "$py" -m data.prepare "$@" ;;
   regenerate) exec "$py" -m data.regenerate "$@" ;;
   calibrate) exec "$py" -m eval.calibrate "$@" ;;
   export) exec "$py" -m eval.export "$@" ;;

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from data.prompt_options import check_prompt_options
+
 if TYPE_CHECKING:
     from data.options import RunConfig
 
 _AT_LEAST_1 = (
-    "num_prompts max_prompt_length max_answer_length answer_batch_size num_draft_layers head_rank gru_hidden_dim "
+    "max_prompt_length max_answer_length answer_batch_size num_draft_layers head_rank gru_hidden_dim "
     "anchors_per_row max_row_length lora_rank train_eval_prompts max_new_tokens budget width candidates "
     "concurrency_prompts concurrency_runs sweep_prompts bench_repeats bench_concurrency server_concurrency "
     "server_attempts"
@@ -46,6 +48,7 @@ def check_options(options: RunConfig) -> None:
         from data.chat import parse_arguments  # imported late: it is seldom needed
 
         parse_arguments(options.template_args)
+    check_prompt_options(options)
     _check_engine(options)
     _check_loss(options)
 

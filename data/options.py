@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
+from data.option import option
 from data.option_checks import check_options
-
-
-def option(default: Any, help: str, stages: str = "all"):
-    """A documented option; `stages` names the commands whose --help lists it."""
-    metadata = {"help": help, "stages": stages.split()}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+from data.prompt_options import PromptOptions
 
 
 @dataclass
-class RunConfig:
+class RunConfig(PromptOptions):
     """Our options. `training` holds the keys of transformers.TrainingArguments as given, unparsed."""
 
     run_dir: str = option("runs/demo", "folder of everything that the run writes")
@@ -46,12 +40,6 @@ class RunConfig:
         [], "further arguments of the chat template as KEY=VALUE, such as 'date_string=26 Jul 2024'"
     )
 
-    prompts: list[str] = option(
-        ["builtin"],
-        'sources in equal parts: builtin (own generator), JSONL files of {"turns": [...]}, datasets ids',
-        "regenerate eval demo bench",
-    )
-    num_prompts: int = option(1536, "training prompts to answer", "regenerate demo setup train")
     max_prompt_length: int = option(
         512, "longer prompts are skipped and counted (tokens)", "regenerate eval demo train calibrate inspect bench"
     )
@@ -232,12 +220,12 @@ class RunConfig:
         "eval calibrate demo train",
     )
     benchmark_dir: str = option(
-        "", "folder of NAME.jsonl files that stand for the benchmarks of the Hub", "eval calibrate demo train"
+        "", "folder of NAME.jsonl files that stand for the benchmarks of the Hub", "prepare eval calibrate demo train"
     )
     eval_prompts: int = option(
         16,
         "prompts of each benchmark, chosen by the seed; 0 means as many as the published tables",
-        "eval calibrate demo setup train bench",
+        "prepare eval calibrate demo setup train bench",
     )
     max_new_tokens: int = option(64, "tokens emitted for each prompt", "eval calibrate demo verify train inspect bench")
     methods: list[str] = option(

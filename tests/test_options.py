@@ -15,6 +15,7 @@ OPTIONS = {f.name: f.metadata["stages"] for f in fields(RunConfig) if f.name != 
 STAGES = {
     "setup": ["data/environment.py"],
     "target": ["data/fetch_target.py"],
+    "prepare": ["data/prepare.py"],
     "regenerate": ["data/regenerate.py"],
     "features": ["data/make_features.py"],
     "train": ["training/train_drafter.py"],
@@ -103,7 +104,7 @@ def options_read(paths):
 @pytest.mark.parametrize("stage", STAGES)
 def test_help_lists_what_the_stage_reads(stage):
     read = options_read(STAGES[stage])
-    assert read & {"run_dir", "target", "device"}  # the search found the stage at all
+    assert read & {"num_prompts", "target", "device"}  # the search found the stage at all
     unlisted = {name for name in read if not {"all", stage} & set(OPTIONS[name])}
     assert unlisted == NO_EFFECT.get(stage, set())
 

@@ -5,7 +5,8 @@ import warnings
 import pytest
 
 from data import templates, topics
-from data.prompts import DOMAINS, load_prompts, numbers
+from data.generator import DOMAINS, numbers
+from data.prompts import load_prompts
 
 TEXT_NUMBERS = re.compile(r"\d+")
 
@@ -49,7 +50,9 @@ def test_evaluation_uses_other_numbers():
 
 
 def test_more_than_the_templates_can_give_is_an_error():
-    with pytest.raises(ValueError, match="num_prompts asks for 1000000"):
+    with pytest.raises(
+        ValueError, match=r"the generator \(builtin\) has only \d+ distinct eval prompts: ask for fewer"
+    ):
         load_prompts("builtin", 1_000_000, split="eval")
 
 
@@ -74,7 +77,9 @@ def test_bad_rows_are_skipped_counted_and_named(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)) + "\n{broken\n\n")
     with pytest.warns(UserWarning, match=r"8 rows skipped: line 2: no turns; line 3: an empty turn.*and 3 more"):
         prompts = load_prompts(str(path), 100)
-    assert [p.turns for p in prompts] == [["hello", "and again"], ["from messages"], ["q1", "q2"]]
+    system = [{"role": "system", "content": "s"}, {"role": "user", "content": "from messages"}]
+    assert [p.turns for p in prompts] == [["hello", "and again"], [system], ["q1", "q2"]]
+    assert [p.answers for p in prompts] == [None, None, ["a"]]
     assert (prompts[0].id, prompts[0].domain) == ("7", "talk")
     assert prompts[1].domain == "mine"
     with warnings.catch_warnings():

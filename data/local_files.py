@@ -1,0 +1,238 @@
+"""Rows of local files: JSON lines, JSON arrays, Parquet and Arrow, one at a time, each with the place where it stands.
+
+A row that cannot be read comes as an `Unusable`; the next one follows. The builders of `datasets` end at the first bad
+line and give all rows of a file one schema (tool arguments of one row then hold the keys of all others): JSON is read
+here line by line, and Parquet and Arrow by pyarrow itself, batch by batch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from data.conversations import Unusable
+
+JSON_LINES, JSON, PARQUET, ARROW = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".arrow",)
+SUFFIXES = (*JSON_LINES, *JSON, *PARQUET, *ARROW)
+LONGEST_LINE = 32 << 20  # bytes: a conversation is far shorter, and one line must not fill the memory
+_CHUNK, _BATCH, _SAMPLE = 1 << 20, 500, 1 << 16
+
+_DECODER = json.JSONDecoder()
+_BEFORE_ARRAY, _BETWEEN_ROWS = re.compile(r"\ufeff?\s*\[?"), re.compile(r"[\s,]*")
+
+Row = tuple[str, object]
+
+
+def files_of(source: str) -> list[str]:
+    """The files that a source names, in the order of their names; [] when it names none on this machine.
+
+    A folder stands for all files of a known kind below it. Raises ValueError for a folder without one, and for a file
+    of another kind.
+    """
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        found = sorted(str(p) for p in Path(path).rglob("*") if p.is_file() and _suffix(str(p)) in SUFFIXES)
+        # Files beside the rows, as `Dataset.save_to_disk` and data set repositories have them.
+        found = [
+            p for p in found if os.path.basename(p) not in ("dataset_info.json", "state.json", "dataset_dict.json")
+        ]
+        if not found:
+            raise ValueError(f"prompts: the folder {source} holds no file of {', '.join(SUFFIXES)}")
+        return found
+    if os.path.isfile(path):
+        return [path]
+    return sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p)) if glob.has_magic(path) else []
+
+
+def rows_of(path: str) -> Iterator[Row]:
+    """(where, row) of a file. Raises ValueError when it cannot be opened as what its name says it is."""
+    suffix = _suffix(path)
+    try:
+        if suffix in PARQUET:
+            yield from _parquet_rows(path)
+        elif suffix in ARROW:
+            yield from _arrow_rows(path)
+        else:
+            with _opened(path) as file:
+                yield from (_array_rows(file) if suffix in JSON and _is_array(file) else _line_rows(file))
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"prompts: {path} is no whole gzip file ({error})") from error
+
+
+def known_rows(paths: list[str]) -> int | None:
+    """How many rows the files hold, where their kind says so without reading them."""
+    if not all(_suffix(path) in PARQUET for path in paths):
+        return None
+    return sum(_parquet(path).metadata.num_rows for path in paths)
+
+
+def identity(paths: list[str]) -> str:
+    """A hash of the files' names, sizes, beginnings, middles and ends: another one when a file was replaced or grew."""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = os.path.getsize(path)
+        digest.update(f"{os.path.basename(path)} {size}\n".encode())
+        with open(path, "rb") as file:
+            for place in (0, size // 2, max(0, size - _SAMPLE)):
+                file.seek(place)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path.removesuffix(".gz"))[1].lower()
+
+
+def _opened(path: str) -> BinaryIO:
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+
+
+def _is_array(file: BinaryIO) -> bool:
+    """Whether a JSON file is one array. Its place in the file is its beginning again afterwards."""
+    start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    file.seek(0)
+    return start.startswith(b"[")
+
+
+def _line_rows(file: BinaryIO) -> Iterator[Row]:
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
+            yield f"line {number}", Unusable("a line that is too long", f"more than {LONGEST_LINE >> 20} MiB")
+        elif line.strip():
+            yield f"line {number}", _parsed(line)
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        return Unusable("not JSON", error.msg)
+    except UnicodeDecodeError:
+        return Unusable("not UTF-8")
+    except RecursionError:
+        return Unusable("not JSON", "nested too deeply")
+
+
+def _array_rows(file: BinaryIO) -> Iterator[Row]:
+    """Elements of one large array, as ShareGPT comes, without the whole of it in memory.
+
+    What follows a place that is not JSON cannot be told into rows: it is one `Unusable`.
+    """
+    pieces = iter(lambda: file.read(_CHUNK), b"")
+    # A byte that is no UTF-8 becomes half of a surrogate pair, for which its row is skipped.
+    decode = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape").decode
+    text, number, start = decode(next(pieces, b"")), 0, 0
+    start = _BEFORE_ARRAY.match(text).end()
+    while True:
+        start = _BETWEEN_ROWS.match(text, start).end()
+        if text.startswith("]", start):
+            return
+        row, end = _element(text, start)
+        if end is not None:
+            yield f"row {number}", row
+            number, start = number + 1, end
+            continue
+        piece = next(pieces, b"")
+        if not piece or len(text) - start > LONGEST_LINE:
+            reason = f"no row in {LONGEST_LINE >> 20} MiB" if piece else "the file ends within a row"
+            yield f"row {number} and all after it", Unusable("not JSON", reason)
+            return
+        text, start = text[start:] + decode(piece), 0
+
+
+def _element(text: str, start: int) -> tuple[object, int | None]:
+    """The element that begins at `start` and where it ends: None when it is not whole, or no JSON."""
+    try:
+        row, end = _DECODER.raw_decode(text, start)
+    except (json.JSONDecodeError, RecursionError):
+        return None, None
+    return (row, end) if end < len(text) else (None, None)  # a number or a word may go on in the next piece
+
+
+def _parquet(path: str):
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"prompts: {path} is no whole Parquet file ({_line(error)})") from error
+
+
+def _parquet_rows(path: str) -> Iterator[Row]:
+    import pyarrow
+
+    file, number = _parquet(path), 0
+    for group in range(file.num_row_groups):
+        end = number + file.metadata.row_group(group).num_rows
+        try:
+            for batch in file.iter_batches(_BATCH, row_groups=[group]):
+                yield from _batch_rows(batch, number)
+                number += batch.num_rows
+        except (pyarrow.ArrowException, OSError) as error:
+            problem = _line(error)  # the other groups of the file may be whole
+            yield from ((f"row {n}", Unusable("an unreadable part of the file", problem)) for n in range(number, end))
+            number = end
+
+
+def _arrow_rows(path: str) -> Iterator[Row]:
+    """Rows of an Arrow file: of the stream format that `datasets` writes, or of the file format."""
+    import pyarrow
+
+    number = 0
+    with pyarrow.memory_map(path) as file:
+        try:
+            try:
+                batches = pyarrow.ipc.open_stream(file)
+            except pyarrow.ArrowInvalid:
+                reader = pyarrow.ipc.open_file(file)
+                batches = (reader.get_batch(n) for n in range(reader.num_record_batches))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"prompts: {path} is no Arrow file ({_line(error)})") from error
+        try:
+            for batch in batches:
+                for start in range(0, batch.num_rows, _BATCH):
+                    yield from _batch_rows(batch.slice(start, _BATCH), number + start)
+                number += batch.num_rows
+        except (pyarrow.ArrowException, OSError) as error:
+            yield f"row {number} and all after it", Unusable("an unreadable part of the file", _line(error))
+
+
+def _batch_rows(batch, number: int) -> Iterator[Row]:
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError) as error:  # bytes that are no UTF-8 (a ValueError), dates that Python lacks
+        if batch.num_rows == 1:
+            yield f"row {number}", Unusable("an unreadable row", _line(error))
+            return
+        for index in range(batch.num_rows):
+            yield from _batch_rows(batch.slice(index, 1), number + index)
+        return
+    yield from ((f"row {number + index}", without_null(row)) for index, row in enumerate(rows))
+
+
+def without_null(value: object) -> object:
+    """A row of a columnar file without the keys, in objects inside of it, that only other rows have."""
+    return {key: _dropped(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def _dropped(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _dropped(inner) for key, inner in value.items() if inner is not None}
+    return [_dropped(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,254 @@
+"""Stage `prepare`: sources of any form become the prompts of a run, filtered, counted and stored.
+
+    bash launch.sh prepare [CONFIG] [--key value ...]
+    python -m data.prepare configs/demo.yaml --prompts HuggingFaceH4/ultrachat_200k@train_sft --num_prompts 0
+
+Reads the sources in turn and writes RUN/prompts: prompts.arrow (what is kept), skipped.jsonl (what is not: source,
+where, id, reason, detail, the beginning of its text) and, last, manifest.json. A run that is killed leaves no manifest
+or that of the store before it, and the next one starts over. More prompts than before begin with the same ones.
+`regenerate` calls `prepared` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.benchmarks import load_benchmark
+from data.contamination import Contamination
+from data.conversations import Columns
+from data.disk import written
+from data.filters import Filters
+from data.local_files import files_of, identity
+from data.near_duplicates import NearDuplicates
+from data.prompt_store import MANIFEST, PROMPTS, SKIPPED, Prepared, Writer, read_manifest
+from data.prompts import Reading
+from data.settings import RunConfig, run_stage
+from data.sources import BUILTIN, Source, open_source
+
+VERSION = 1  # of what decides which prompts are kept: another one makes other stores of the same settings
+_SHOWN = 10
+
+
+def main(argv: list[str]) -> int:
+    return run_stage("prepare", argv, prepare)
+
+
+def prepare(config: RunConfig) -> None:
+    """Runs the stage. Raises ValueError for a user's mistake."""
+    _report(prepared(config))
+
+
+def prepared(config: RunConfig) -> Prepared:
+    """The run's prompts: those of RUN/prompts, which is written first unless it is what the config asks for.
+
+    Several processes may call it at once: one of them writes, the others wait.
+
+    Raises ValueError for sources that cannot be read or hold nothing usable, and where RUN/answers holds answers to
+    prompts that were prepared with other settings.
+    """
+    folder = config.path("prompts")
+    _make(folder)
+    with _alone(folder):
+        old = read_manifest(folder)
+        settings = _settings(config, old)
+        if old.get("settings") != settings or old["num_prompts"] != config.num_prompts:
+            _refuse_change(config, old, settings)
+            _write(config, folder, settings, old)
+    return Prepared(folder)
+
+
+def _make(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"run_dir: cannot create {folder}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _alone(folder: str) -> Iterator[None]:
+    """One process at a time; the lock of one that is killed is free again."""
+    with open(Path(folder, "lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _settings(config: RunConfig, old: dict) -> dict:
+    """All that decides which prompts are kept, and in which order, but for how many."""
+    drawn = config.shuffle_buffer or BUILTIN in config.prompts or config.decontaminate
+    return {
+        "version": VERSION,
+        "prompts": [_source_key(name, old) for name in config.prompts],
+        "columns": asdict(Columns.of(config)),
+        "shuffle_buffer": config.shuffle_buffer,
+        "seed": config.seed if drawn else None,
+        "min_prompt_characters": config.min_prompt_characters,
+        "max_prompt_characters": config.max_prompt_characters,
+        "languages": sorted(config.languages),
+        "drop_duplicates": config.drop_duplicates,
+        "near_duplicates": config.near_duplicates,
+        "decontaminate": config.decontaminate,
+        "decontaminate_words": config.decontaminate_words if config.decontaminate else None,
+    }
+
+
+def _source_key(name: str, old: dict) -> list[str]:
+    """A source's name, and for files what is in them; files that are gone are those that the store was made from."""
+    paths = files_of(name)
+    if not paths:
+        return next((key for key in old.get("settings", {}).get("prompts", []) if key[0] == name), [name])
+    return [name, identity(paths)]
+
+
+def _refuse_change(config: RunConfig, old: dict, settings: dict) -> None:
+    if not old or not _has_answers(config):
+        return
+    for name, value in settings.items():
+        if old["settings"].get(name) != value:
+            raise ValueError(
+                f"{config.path('answers')} holds answers to prompts prepared with {name} = "
+                f"{old['settings'].get(name)!r}, this run has {value!r}: delete RUN/prompts and RUN/answers, or choose "
+                "another run_dir"
+            )
+    if 0 < config.num_prompts < (old["num_prompts"] or sys.maxsize):
+        raise ValueError(
+            f"num_prompts {config.num_prompts} is less than the {old['counts']['kept']} prompts that "
+            f"{config.path('answers')} holds answers to: delete that folder or choose another run_dir"
+        )
+
+
+def _has_answers(config: RunConfig) -> bool:
+    return any(path.stat().st_size for path in Path(config.path("answers")).glob("answers*.jsonl"))
+
+
+def _write(config: RunConfig, folder: str, settings: dict, old: dict) -> None:
+    if not config.num_prompts and BUILTIN in config.prompts:
+        raise ValueError("num_prompts 0 takes all rows of all sources, and the generator (builtin) has no last one")
+    started = time.monotonic()
+    # The same commit as before, or the first prompts of a longer run would be other ones.
+    versions = {s["name"]: s["version"] for s in old.get("sources", [])} if old.get("settings") == settings else {}
+    sources = [open_source(name, "train", config.seed, versions.get(name, "")) for name in config.prompts]
+    filters, evaluated = _filters(config)
+    names = [[source.name, source.version] for source in sources]
+    fingerprint = _hash([settings, names, evaluated])
+    if versions and fingerprint != old["fingerprint"] and _has_answers(config):
+        raise ValueError(
+            f"a source or benchmark is no longer the version of which {config.path('answers')} holds answers: delete "
+            "RUN/prompts and RUN/answers, or choose another run_dir"
+        )
+    paths = {name: Path(folder, f"{name}.partial") for name in (PROMPTS, SKIPPED)}
+    with written("prompts", *paths.values()):
+        reading, writer, content = _fill(config, sources, filters, paths)
+        os.replace(paths[SKIPPED], Path(folder, SKIPPED))
+        if not reading.kept:
+            paths[PROMPTS].unlink()
+            _refuse_nothing(reading, folder)
+        manifest = {
+            "version": VERSION,
+            "num_prompts": config.num_prompts,
+            "settings": settings,
+            "fingerprint": fingerprint,
+            "content": content,
+            "sources": [
+                {"name": s.name, "version": s.version, "rows": s.count, "kept": writer.sources[s.name]} for s in sources
+            ],
+            "counts": {"read": reading.read, "kept": reading.kept, "skipped": dict(reading.skipped.most_common())},
+            "turns": writer.turns,
+            "domains": dict(writer.domains.most_common()),
+            "languages": dict(writer.languages.most_common()) if config.languages else {},
+            "evaluated": evaluated,
+            "contaminated": {name: filters.contaminated[name] for name in evaluated},
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        Path(folder, MANIFEST).unlink(missing_ok=True)
+        os.replace(paths[PROMPTS], Path(folder, PROMPTS))
+        partial = Path(folder, f"{MANIFEST}.partial")
+        partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        partial.replace(Path(folder, MANIFEST))
+
+
+def _fill(config: RunConfig, sources: list[Source], filters: Filters, paths: dict) -> tuple[Reading, Writer, str]:
+    """One pass over the sources into the two files."""
+    known = None if any(source.count is None for source in sources) else sum(source.count for source in sources)
+    with open(paths[SKIPPED], "w", encoding="utf-8", errors="backslashreplace") as side:
+        reading = Reading(
+            sources,
+            Columns.of(config),
+            filters,
+            lambda skipped: side.write(json.dumps(asdict(skipped), ensure_ascii=False) + "\n"),
+            config.shuffle_buffer,
+            config.seed,
+        )
+        writer = Writer(str(paths[PROMPTS]))
+        # With all rows wanted, what is read tells the time left; else what is kept.
+        with tqdm(total=config.num_prompts or known, desc="prompts", unit="row", mininterval=1.0) as bar:
+            for kept in itertools.islice(reading, config.num_prompts or None):
+                writer.add(kept)
+                bar.update((reading.kept if config.num_prompts else reading.read) - bar.n)
+                if reading.skipped:
+                    bar.set_postfix_str(f"{reading.skipped.total()} skipped", refresh=False)
+        content = writer.close()
+        side.flush()
+        os.fsync(side.fileno())
+    return reading, writer, content
+
+
+def _filters(config: RunConfig) -> tuple[Filters, dict]:
+    """The filters, and {benchmark: hash of its prompts} of what they look for."""
+    benchmarks = {}
+    for name in config.decontaminate:
+        loaded = load_benchmark(name, config.eval_prompts, config.seed, config.benchmark_dir)
+        benchmarks[loaded.name] = loaded.prompts
+    filters = Filters(
+        config.min_prompt_characters,
+        config.max_prompt_characters,
+        tuple(config.languages),
+        config.drop_duplicates,
+        NearDuplicates(config.near_duplicates) if config.near_duplicates else None,
+        Contamination(benchmarks, config.decontaminate_words) if benchmarks else None,
+    )
+    return filters, {name: _hash(sorted(p.id for p in prompts)) for name, prompts in benchmarks.items()}
+
+
+def _refuse_nothing(reading: Reading, folder: str) -> None:
+    reason, count = next(iter(reading.skipped.most_common(1)), ("no row", 0))
+    raise ValueError(
+        f"prompts: {' '.join(s.name for s in reading.sources)}: no usable row among {reading.read} ({count} times: "
+        f"{reason}); {Path(folder, SKIPPED)} lists them"
+    )
+
+
+def _hash(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _report(store: Prepared) -> None:
+    counts, manifest = store.counts, store.manifest
+    skipped = sum(counts["skipped"].values())
+    print(
+        f"{store.folder}: {counts['read']} rows read, {counts['kept']} prompts kept with {store.turns} turns, "
+        f"{skipped} skipped ({manifest['seconds']} s)"
+    )
+    for reason, count in list(counts["skipped"].items())[:_SHOWN]:
+        print(f"  skipped {count:>9}  {reason}")
+    for name, count in manifest["contaminated"].items():
+        print(f"  hold prompts of {name}: {count}")
+    if len(manifest["sources"]) > 1:
+        print("  kept of " + ", ".join(f"{s['name']}: {s['kept']}" for s in manifest["sources"]))
+    if skipped:
+        print(f"  each of them: {Path(store.folder, SKIPPED)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""Text as words and hashes: what filters compare. Shapes: W words, G = W - n + 1 word n-grams."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+import zlib
+
+import numpy as np
+
+# A word is a run of letters and digits; languages that write without spaces count by the character.
+_ALONE = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_ALONE}]|(?:[^\W_](?<![{_ALONE}]))+")
+_MULTIPLIER, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+
+
+def normalised(text: str) -> str:
+    """Without differences of case, of width and of white space."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def words(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def word_ids(found: list[str]) -> np.ndarray:
+    """A number for each word: uint64 [W]."""
+    return np.array([zlib.crc32(word.encode()) for word in found], dtype=np.uint64)
+
+
+def gram_hashes(ids_W: np.ndarray, n: int) -> np.ndarray:
+    """Hashes of all n words in a row: uint64 [G], empty for fewer than n words."""
+    count = len(ids_W) - n + 1
+    if count < 1:
+        return np.empty(0, dtype=np.uint64)
+    hashes_G = np.zeros(count, dtype=np.uint64)
+    for place in range(n):
+        hashes_G = hashes_G * _MULTIPLIER + ids_W[place : place + count] + np.uint64(1)
+    hashes_G ^= hashes_G >> np.uint64(31)
+    return hashes_G * _MIX
+
+
+def hash_of(text: str) -> int:
+    """64 bits: among ten million texts, two that differ share one with a chance of 3 in a million."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+class Seen:
+    """A set of 64-bit numbers that takes 8 bytes a member: a sorted array, and a small set of the latest."""
+
+    def __init__(self, latest: int = 1 << 16):
+        self._sorted, self._latest, self._limit = np.empty(0, dtype=np.uint64), set(), latest
+
+    def __len__(self) -> int:
+        return len(self._sorted) + len(self._latest)
+
+    def __contains__(self, number: int) -> bool:
+        if number in self._latest:
+            return True
+        place = int(np.searchsorted(self._sorted, np.uint64(number)))
+        return place < len(self._sorted) and int(self._sorted[place]) == number
+
+    def add(self, number: int) -> None:
+        if number in self:
+            return
+        self._latest.add(number)
+        if len(self._latest) >= self._limit:
+            latest = np.fromiter(self._latest, dtype=np.uint64, count=len(self._latest))
+            # Two sorted runs: the stable sort merges them in one pass.
+            self._sorted = np.sort(np.concatenate([self._sorted, np.sort(latest)]), kind="stable")
+            self._latest = set()
