@@ -12,12 +12,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data.answers import AnswerRow, make_folder, read_manifest, target_identity, write_manifest
 from data.chat import PLAIN, ChatFormat, template_fingerprint
 from data.features import FeatureReader, FeatureWriter, check_space
+from data.row_table import Rows, as_rows
 from models.target import Target
 
 FOLDER = "cache"
@@ -115,9 +117,12 @@ class FeatureCache:
         self._bytes = 0
         self._added: set[str] = set()  # by this process; the reader sees them only after `refresh`
 
-    def missing(self, rows: Sequence[AnswerRow]) -> list[AnswerRow]:
+    def missing(self, rows: Sequence[AnswerRow]) -> Rows:
         """The rows that are not in the cache, or were cut at a smaller limit."""
-        return [row for row in rows if not self._has(row)]
+        rows = as_rows(rows)
+        if self._reader is None:
+            return rows
+        return rows.select(np.fromiter((i for i, row in enumerate(rows) if not self._has(row)), np.int64))
 
     def get(self, row: AnswerRow) -> tuple[Tensor, Tensor | None] | None:
         """Taps [S - 1, C] and final hidden states [S - 1, D] in bf16, or None for a row that is not there yet."""
@@ -150,7 +155,7 @@ class FeatureCache:
 
     def check_space(self, rows: Sequence[AnswerRow], width: int) -> int:
         """Bytes of the rows, printed; `width` numbers a token. Raises ValueError when the disk has less free."""
-        tokens = sum(map(self._needed, rows))
+        tokens = int(np.minimum(as_rows(rows).lengths, self.limit).sum(dtype=np.int64)) - len(rows)
         return check_space(self.folder, tokens, width, "features", "pass --features online")
 
     def finish(self, rows: Sequence[AnswerRow], settings: dict) -> bool:

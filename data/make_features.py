@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.answers import AnswerRow, check_origin, read_answers
+from data.answers import AnswerRow, check_origin
 from data.chat import ChatFormat
 from data.environment import choose_device
 from data.feature_cache import FOLDER, FeatureCache, cache_settings, capture
 from data.features import resolve_taps
 from data.fetch_target import resolve_target
+from data.rows import Rows, answers_of, as_rows, open_answers
 from data.settings import RunConfig, run_stage
 from models.placement import placement
 from models.target import Target, choose_dtype, load_target
@@ -41,7 +44,7 @@ def make_features(config: RunConfig) -> None:
     """Runs the stage. Raises ValueError for a user's mistake, a cache of another target included."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     path = resolve_target(config)
-    rows, manifest = read_answers(config.path("answers"))
+    rows, manifest = open_answers(config)
     device = choose_device(config.device)
     if device != "cpu":
         device = f"{device}:{os.environ.get('LOCAL_RANK', 0)}"
@@ -50,7 +53,7 @@ def make_features(config: RunConfig) -> None:
     target = load_target(path, dtype, device, config.trust_remote_code, config.quantization, placed)
     form, taps = ChatFormat.of(config), resolve_taps(config, target.num_layers)
     settings = cache_settings(target, path, taps, config.quantization, form)
-    check_origin(manifest, settings, config.path("answers"), form)
+    check_origin(manifest, settings, answers_of(config), form)
     folder = config.path(FOLDER)
     cache = FeatureCache(folder, settings, config.max_row_length)
     width = (len(settings["tap_ids"]) + 1) * target.config.hidden_size
@@ -62,8 +65,9 @@ def make_features(config: RunConfig) -> None:
         print(f"features: {len(rows)} rows in {folder}")
 
 
-def fill(cache: FeatureCache, target: Target, tap_ids: list[int], rows: list[AnswerRow], batch_size: int) -> None:
+def fill(cache: FeatureCache, target: Target, tap_ids: list[int], rows: Sequence[AnswerRow], batch_size: int) -> None:
     """Captures rows and adds them to the cache, a batch of similar lengths at a time."""
+    rows = as_rows(rows)
     with tqdm(total=len(rows), desc="features", unit="row") as bar:
         for batch in _batches(rows, cache.limit, batch_size):
             tokens_RS = _padded([(row.prompt_ids + row.answer_ids)[: cache.limit] for row in batch])
@@ -74,22 +78,15 @@ def fill(cache: FeatureCache, target: Target, tap_ids: list[int], rows: list[Ans
     cache.flush()
 
 
-def _batches(rows: list[AnswerRow], limit: int, size: int) -> list[list[AnswerRow]]:
-    batches: list[list[AnswerRow]] = []
-    for row in sorted(rows, key=_length, reverse=True):  # the first row of a batch is its longest
-        first = batches[-1][0] if batches else row
-        if (
-            not batches
-            or len(batches[-1]) >= size
-            or (len(batches[-1]) + 1) * min(limit, _length(first)) > _BATCH_TOKENS
-        ):
-            batches.append([])
-        batches[-1].append(row)
-    return batches
-
-
-def _length(row: AnswerRow) -> int:
-    return len(row.prompt_ids) + len(row.answer_ids)
+def _batches(rows: Rows, limit: int, size: int) -> Iterator[Rows]:
+    """The longest rows first; the first row of a batch is its longest."""
+    order = np.argsort(-rows.lengths, kind="stable")
+    lengths, start = np.minimum(rows.lengths, limit), 0
+    while start < len(order):
+        fitting = _BATCH_TOKENS // max(1, int(lengths[order[start]]))
+        batch = order[start : start + max(1, min(size, fitting))]
+        yield rows.select(batch)
+        start += len(batch)
 
 
 def _padded(rows: list[list[int]]) -> Tensor:

@@ -53,7 +53,7 @@ def open_answers(config: RunConfig, keep: bool = True) -> tuple[Rows, dict]:
             "name a folder that bash launch.sh dataset CONFIG wrote"
         )
     rows = open_rows(source, keep)
-    if not len(rows):
+    if not rows:
         raise ValueError(f"answers: {source} holds no row")
     return rows, manifest
 

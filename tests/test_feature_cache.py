@@ -148,7 +148,7 @@ def test_an_answer_written_anew_is_another_row(run):
     assert stage(run) == 0
     changed = type(ROWS[0])(ROWS[0].id, "d", ROWS[0].prompt_ids, [*ROWS[0].answer_ids[:-1], 9], "length")
     cache, _ = cache_of(run)
-    assert row_key(changed) != row_key(ROWS[0]) and cache.missing([changed, *ROWS]) == [changed]
+    assert row_key(changed) != row_key(ROWS[0]) and list(cache.missing([changed, *ROWS])) == [changed]
     # A row that was stored under a smaller limit lacks its end.
     cache.limit = 10
     assert not cache.missing(ROWS)

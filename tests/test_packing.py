@@ -7,7 +7,8 @@ from data.batches import Sample, collate, pack_samples
 from tiny import FAMILIES, MASK, tiny_drafter, tiny_target
 from training.forward import block_loss, capture_batch, capture_taps
 from training.objective import Objective, Terms
-from training.rows import PackedRows, TrainingRows, best_fit
+from training.packing import best_fit
+from training.rows import PackedRows, TrainingRows
 from training.slot_loss import Mixture
 from training_runs import answer_rows
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from data.answers import target_identity
 from data.disk import written
+from data.rows import as_rows
 from data.settings import RunConfig, StageError
 from data.target_adapter import adapter_digest
 from models.formats.folder import local_folder
@@ -89,14 +89,6 @@ def newest_checkpoint(folder: str) -> str | None:
     return get_last_checkpoint(folder) if os.path.isdir(folder) else None
 
 
-def answers_digest(rows: Sequence) -> str:
-    """sha256 over ids and tokens of the answered rows."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps([row.id, list(row.prompt_ids), list(row.answer_ids)]).encode())
-    return digest.hexdigest()
-
-
 def semantic_options(config, arguments, taps: Sequence[int], world_size: int, rows: Sequence) -> dict[str, Any]:
     """What must stay equal for a resume to be the same run, as plain JSON values.
 
@@ -115,7 +107,7 @@ def semantic_options(config, arguments, taps: Sequence[int], world_size: int, ro
     options |= {"world_size": world_size, "bf16": arguments.bf16, "zero_stage": zero_stage(arguments.deepspeed)}
     engine = read_json(arguments.deepspeed) or {}
     options |= {f"deepspeed_{name}": engine[name] for name in ("optimizer", "scheduler") if name in engine}
-    options["answers"] = answers_digest(rows)
+    options["answers"] = as_rows(rows).digest
     if config.target_adapter:
         options["target_adapter"] = adapter_digest(config.target_adapter)
     if config.init_drafter:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from data.answers import AnswerRow, read_answers
 from data.features import resolve_taps
 from data.fetch_target import resolve_target
+from data.rows import Rows, answers_of, as_rows, open_answers
 from data.settings import RunConfig
 from models.configuration import build_drafter_config
 from models.drafter import DFlashDraftModel
@@ -68,11 +68,11 @@ def _outline(config: RunConfig, dtype: torch.dtype) -> Target:
     return outline_target(path, dtype, config.trust_remote_code)
 
 
-def _rows(config: RunConfig) -> list[AnswerRow]:
-    """The answers, [] before there are any."""
-    if not os.path.isdir(config.path("answers")):
-        return []
-    return read_answers(config.path("answers"))[0]
+def _rows(config: RunConfig) -> Rows:
+    """The answers, none before there are any."""
+    if not config.answers and not os.path.isdir(answers_of(config)):
+        return as_rows([])
+    return open_answers(config, keep=False)[0]
 
 
 def _parameters(drafter: DFlashDraftModel, target: Target) -> dict[str, str]:
@@ -135,11 +135,9 @@ def state_bytes(parameters: int, trained: int, size: int, ranks: int, stage: int
     )
 
 
-def _disk(
-    drafter: nn.Module, target: Target, config: RunConfig, rows: list[AnswerRow], kept: int | None
-) -> dict[str, str]:
+def _disk(drafter: nn.Module, target: Target, config: RunConfig, rows: Rows, kept: int | None) -> dict[str, str]:
     width, taps = target.config.hidden_size, len(resolve_taps(config, target.num_layers))
-    tokens, about = sum(map(_length, rows)), ""
+    tokens, about = int(rows.lengths.sum(dtype="int64")), ""
     if not rows:
         tokens, about = config.num_prompts * (config.max_prompt_length + config.max_answer_length), "at most "
     size = torch.finfo(target.dtype).bits // 8
@@ -158,7 +156,7 @@ def _disk(
     }
 
 
-def _work(config: RunConfig, rows: list[AnswerRow], arguments, ranks: int) -> dict[str, str]:
+def _work(config: RunConfig, rows: Rows, arguments, ranks: int) -> dict[str, str]:
     per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
     work = {"rows of a step": f"{per_step} = {arguments.per_device_train_batch_size} x "
             f"{arguments.gradient_accumulation_steps} accumulated x {ranks} ranks"}  # fmt: skip
@@ -168,8 +166,8 @@ def _work(config: RunConfig, rows: list[AnswerRow], arguments, ranks: int) -> di
     data: TrainingSet = PackedRows(documents) if config.packing else documents
     steps = math.ceil(len(data) / per_step)
     total = arguments.max_steps if arguments.max_steps > 0 else math.ceil(steps * arguments.num_train_epochs)
-    context = sum(map(documents.length, range(len(documents)))) / len(data)
-    anchors = sum(documents.anchor_counts) / len(data)
+    context = int(documents.lengths_R.sum(dtype="int64")) / len(data)
+    anchors = int(documents.anchor_counts.sum(dtype="int64")) / len(data)
     return work | {
         "rows": f"{len(data)} of {len(documents)} conversations, {data.skipped} skipped",
         "context tokens of a step": f"{per_step * context:,.0f}",
@@ -181,10 +179,6 @@ def _work(config: RunConfig, rows: list[AnswerRow], arguments, ranks: int) -> di
 def _count(model: nn.Module, trainable: bool = False) -> int:
     # parameters() gives tied weights once.
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
-
-
-def _length(row: AnswerRow) -> int:
-    return len(row.prompt_ids) + len(row.answer_ids)
 
 
 def _free(folder: str) -> int:

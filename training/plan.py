@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils.logging import disable_progress_bar
 
-from data.answers import AnswerRow, check_origin, read_answers
+from data.answers import AnswerRow, check_origin
 from data.chat import ChatFormat
 from data.environment import check_compiler
 from data.feature_cache import cache_settings, capture
 from data.features import resolve_taps
 from data.fetch_target import resolve_target
+from data.rows import Rows, answers_of, as_rows, open_answers
 from data.settings import RunConfig
 from models.checkpoint import Drafter
 from models.configuration import DrafterSpec, build_drafter_config
@@ -39,6 +41,7 @@ from training.checkpoints import (
     read_json,
     semantic_options,
 )
+from training.progress import LOW_AGREEMENT
 from training.resume import find_resume, operational_options
 from training.rows import PackedRows, TrainingRows, TrainingSet
 from training.sources import open_source
@@ -83,14 +86,15 @@ def prepare(config: RunConfig) -> TrainingPlan | None:
     rank, world_size, _ = world()
     arguments, device = begin(config)
     path = resolve_target(config)
-    rows, manifest = read_answers(config.path("answers"))
+    rows, manifest = open_answers(config)
     dtype = choose_dtype(config.dtype, device)
     # A mistake is found, and a finished run said, before the layers are loaded; training may need none.
     target = stream_target(path, dtype, device, config.trust_remote_code) if config.quantization == "none" else None
     target = target or load_whole(config, path, dtype, device)
     form, taps = ChatFormat.of(config), resolve_taps(config, target.num_layers)
     needed = cache_settings(target, path, taps, config.quantization, form)
-    check_origin(manifest, needed, config.path("answers"), form)
+    check_origin(manifest, needed, answers_of(config), form)
+    check_ids(rows, target, answers_of(config))
     start = read_start(config, target)
     draft_ids, spec = build_spec(config, target, rows)
     if start is not None:
@@ -171,14 +175,24 @@ def _introduce(plan: TrainingPlan) -> None:
         decoding = decodes(plan.config, plan.arguments)
         why = "the run decodes" if decoding else "it is quantised, or its files hold other tensors than the model"
         print(f"train: the target is loaded whole although features are stored, because {why}")
-    if plan.agreement < 0.8:
+    if plan.agreement < LOW_AGREEMENT:
         log.warning("%.0f %% agreement is low: are these the target's own answers?", 100 * plan.agreement)
 
 
-def build_spec(config: RunConfig, target: Target, rows: list[AnswerRow]) -> tuple[Tensor | None, DrafterSpec]:
+def check_ids(rows: Rows, target: Target, where: str) -> None:
+    """Raises ValueError for tokens that the target does not have: they come from another tokenizer."""
+    if rows.largest_id >= target.vocab_size:
+        raise ValueError(
+            f"the answers in {where} hold token {rows.largest_id}, the target has {target.vocab_size}: "
+            "they are another target's"
+        )
+
+
+def build_spec(config: RunConfig, target: Target, rows: Sequence[AnswerRow]) -> tuple[Tensor | None, DrafterSpec]:
     """Draft vocabulary and drafter spec of a config. Raises ValueError for a bad mask id, bad taps or a bad head."""
     check_mask_token(config.mask_token_id, target)
-    emitted = sum(row.answer_ids.count(config.mask_token_id) for row in rows)
+    rows = as_rows(rows)
+    emitted = int(rows.token_counts(config.mask_token_id + 1)[-1])
     if emitted:
         log.warning(
             "mask_token_id %d occurs %d times in the answers: choose another --mask_token_id, one that the target "
@@ -213,7 +227,7 @@ def head_fields(config: RunConfig) -> dict[str, Any]:
     )
 
 
-def build_data(config: RunConfig, rows: list[AnswerRow], needed: dict, target: Target, flex: bool) -> TrainingSet:
+def build_data(config: RunConfig, rows: Sequence[AnswerRow], needed: dict, target: Target, flex: bool) -> TrainingSet:
     """The training set over the features that `features` names, packed if asked for. Raises ValueError.
 
     Args:

@@ -1,15 +1,21 @@
-"""The training set: answered rows, the anchors of the current epoch, and stored features where they exist."""
+"""The training set: answered rows, the anchors of the current epoch, and stored features where they exist.
+
+Rows stay in their memory-mapped table; what is kept of each is a few numbers in arrays (suffix R: rows).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from data.answers import AnswerRow
 from data.batches import Sample, pack_samples, row_tensors
-from training.anchors import draw_anchors, eligible_anchors
+from data.rows import as_rows
+from training.anchors import count_anchors, draw_anchors
+from training.packing import best_fit
 from training.sources import OnlineSource
 
 log = logging.getLogger(__name__)
@@ -45,29 +51,24 @@ class TrainingRows(TrainingSet):
         """
         self.limit, self.anchors_per_row, self.seed = limit, anchors_per_row, seed
         self.source, self.fixed_shapes, self.epoch = source or OnlineSource(), fixed_shapes, 0
-        counts = [self._anchors(row) for row in rows]
-        self.rows = [row for row, count in zip(rows, counts, strict=True) if count]
-        self.anchor_counts = [min(count, anchors_per_row) for count in counts if count]
+        rows = as_rows(rows)
+        counts_R = count_anchors(rows.prompt_lengths, rows.answer_lengths, limit)
+        kept = np.flatnonzero(counts_R)
+        self.rows = rows if len(kept) == len(rows) else rows.select(kept)
+        self.lengths_R = np.minimum(self.rows.lengths, limit)  # after the cut
+        self.anchor_counts = np.minimum(counts_R[kept], anchors_per_row)
         self.skipped = len(rows) - len(self.rows)
         if self.skipped:
             log.warning("%d of %d rows hold no two adjacent answer tokens and are skipped", self.skipped, len(rows))
-
-    def _anchors(self, row: AnswerRow) -> int:
-        return len(eligible_anchors(row_tensors(row.prompt_ids, row.answer_ids, self.limit)[1]))
 
     @property
     def documents(self) -> TrainingRows:
         """The rows one by one, packed or not."""
         return self
 
-    def length(self, index: int) -> int:
-        """Tokens of a row after the cut."""
-        row = self.rows[index]
-        return min(self.limit, len(row.prompt_ids) + len(row.answer_ids))
-
     def sizes(self) -> tuple[int, int]:
         """Anchors and tokens of the largest row."""
-        return max(self.anchor_counts), max(map(self.length, range(len(self.rows))))
+        return int(self.anchor_counts.max()), int(self.lengths_R.max())
 
     def set_epoch(self, epoch: int) -> None:
         """Redraws the anchors. All ranks call it, before the loader of the epoch starts its workers."""
@@ -94,16 +95,11 @@ class PackedRows(TrainingSet):
     def __init__(self, documents: TrainingRows):
         self.documents, self.skipped = documents, documents.skipped
         self.source, self.fixed_shapes = documents.source, documents.fixed_shapes
-        lengths = [documents.length(i) for i in range(len(documents))]
-        self.rows = best_fit(lengths, documents.limit)
+        self.rows = best_fit(documents.lengths_R, documents.limit)
 
     def sizes(self) -> tuple[int, int]:
         """Anchors and tokens of the largest row."""
-        counts, length = self.documents.anchor_counts, self.documents.length
-        return (
-            max(sum(counts[i] for i in row) for row in self.rows),
-            max(sum(map(length, row)) for row in self.rows),
-        )
+        return self.rows.largest(self.documents.anchor_counts), self.rows.largest(self.documents.lengths_R)
 
     def set_epoch(self, epoch: int) -> None:
         self.documents.set_epoch(epoch)
@@ -112,30 +108,4 @@ class PackedRows(TrainingSet):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        return pack_samples([self.documents[i] for i in self.rows[index]])
-
-
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of items gathered to bins of at most `capacity`: longest first, each into the fullest bin that takes it.
-
-    Bins with r free are stacked under r, and bit r of `free` says whether there are any, so that the search for the
-    fullest is one step whatever the number of bins. Order among equal lengths is that of the indices.
-    """
-    bins: list[list[int]] = []
-    stacks: list[list[int]] = [[] for _ in range(capacity + 1)]
-    free = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        enough = free >> length
-        if enough:
-            room = length + (enough & -enough).bit_length() - 1
-            number = stacks[room].pop()
-            if not stacks[room]:
-                free &= ~(1 << room)
-        else:
-            room, number = capacity, len(bins)
-            bins.append([])
-        bins[number].append(index)
-        stacks[room - length].append(number)
-        free |= 1 << (room - length)
-    return bins
+        return pack_samples([self.documents[i] for i in self.rows[index].tolist()])

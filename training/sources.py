@@ -8,7 +8,6 @@ so that all its epochs see the same numbers, while `online` keeps fp32 (relative
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from data.feature_cache import FOLDER as CACHE
 from data.feature_cache import FeatureCache
 from data.features import FOLDER as TAPS
 from data.features import FeatureReader
+from data.rows import Rows, answers_of
 from data.settings import RunConfig
 
 Features = tuple[Tensor, Tensor | None]
@@ -32,7 +32,7 @@ class OnlineSource:
     def get(self, row: AnswerRow) -> Features | None:
         return None
 
-    def complete(self, rows: Sequence[AnswerRow]) -> bool:
+    def complete(self, rows: Rows) -> bool:
         """Whether every row is stored, so that no step forwards the target."""
         return False
 
@@ -55,24 +55,24 @@ class AnswersSource(OnlineSource):
     def get(self, row: AnswerRow) -> Features | None:
         return self.reader.get(row.id)
 
-    def complete(self, rows: Sequence[AnswerRow]) -> bool:
-        return all(row.id in self.reader for row in rows)
+    def complete(self, rows: Rows) -> bool:
+        return all(row_id in self.reader for row_id in rows.ids())
 
 
 class CacheSource(OnlineSource):
     """RUN/cache. A hybrid run (`keeps`) adds the rows that it lacks, as the first epoch meets them."""
 
-    def __init__(self, cache: FeatureCache, rows: Sequence[AnswerRow], keeps: bool):
+    def __init__(self, cache: FeatureCache, rows: Rows, keeps: bool):
         self.cache, self.keeps, self.name = cache, keeps, "hybrid" if keeps else "offline"
-        self._rows = {row.id: row for row in rows} if keeps else {}
+        self._rows = rows
 
     def get(self, row: AnswerRow) -> Features | None:
         return self.cache.get(row)
 
     def add(self, row_id: str, taps_SC: Tensor, final_SD: Tensor) -> None:
-        self.cache.add(self._rows[row_id], taps_SC, final_SD)
+        self.cache.add(self._rows[self._rows.find(row_id)], taps_SC, final_SD)
 
-    def complete(self, rows: Sequence[AnswerRow]) -> bool:
+    def complete(self, rows: Rows) -> bool:
         return not self.cache.missing(rows)
 
     def flush(self) -> None:
@@ -92,13 +92,13 @@ def expects_stored(config: RunConfig) -> bool:
     """Whether `open_source` would find everything, as far as the folders and options tell: nothing is opened."""
     if config.features != "auto":
         return config.features == "offline"
-    if os.path.isdir(config.path("answers")):
-        kept = os.path.isdir(config.path("answers", TAPS))
+    if os.path.isdir(answers_of(config)):
+        kept = os.path.isdir(os.path.join(answers_of(config), TAPS))
         return os.path.isdir(config.path(CACHE)) or (config.keep_features and kept and not config.needs_teacher)
     return config.keep_features and not config.needs_teacher
 
 
-def open_source(config: RunConfig, settings: dict, rows: Sequence[AnswerRow], width: int, rank: int) -> OnlineSource:
+def open_source(config: RunConfig, settings: dict, rows: Rows, width: int, rank: int) -> OnlineSource:
     """The source that `features` asks for. Raises ValueError when it lacks something or belongs to something else.
 
     Args:
@@ -120,10 +120,10 @@ def open_source(config: RunConfig, settings: dict, rows: Sequence[AnswerRow], wi
             return CacheSource(cache, rows, keeps=False)
         if kind == "offline":
             raise ValueError(
-                f"features: {folder} lacks {len(missing)} of {len(rows)} rows, such as {missing[0].id}; "
+                f"features: {folder} lacks {len(missing)} of {len(rows)} rows, such as {missing.id_of(0)}; "
                 "run: bash launch.sh features CONFIG"
             )
-    if config.keep_features and os.path.isdir(config.path("answers", TAPS)) and not config.needs_teacher:
-        identity = settings["target_identity"]
-        return AnswersSource(FeatureReader(config.path("answers"), tuple(settings["tap_ids"]), identity))
+    answers = answers_of(config)
+    if config.keep_features and os.path.isdir(os.path.join(answers, TAPS)) and not config.needs_teacher:
+        return AnswersSource(FeatureReader(answers, tuple(settings["tap_ids"]), settings["target_identity"]))
     return OnlineSource()

@@ -25,6 +25,7 @@ from training.evaluation import TrainingEvaluation
 from training.forward import block_loss
 from training.metrics import Window
 from training.objective import Objective, Terms, batch_gamma, curriculum
+from training.order import shuffled_in_place
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -117,6 +118,9 @@ class DrafterTrainer(Trainer):
         return super()._get_grad_norm(model, grad_norm)
 
     # ---- data ----
+    def get_train_dataloader(self):
+        return shuffled_in_place(super().get_train_dataloader())
+
     def _prepare_inputs(self, inputs: dict) -> dict:
         """To this rank's device as they are: under bf16 transformers would round the slot weights too (TRAPS 26)."""
         to = dict(device=self.args.device, non_blocking=True)

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from data.answers import AnswerRow
+from data.rows import as_rows
 
-def choose_draft_ids(rows: Sequence, size: int, vocab_size: int, always: Sequence[int], never: int) -> Tensor | None:
+
+def choose_draft_ids(
+    rows: Sequence[AnswerRow], size: int, vocab_size: int, always: Sequence[int], never: int
+) -> Tensor | None:
     """Ascending ids of the `size` most frequent answer tokens; None when size is 0 or covers the whole vocabulary.
 
     Ties go to the lower id, so that every rank and every restart chooses alike.
@@ -26,13 +31,12 @@ def choose_draft_ids(rows: Sequence, size: int, vocab_size: int, always: Sequenc
     return order[:size].sort().values
 
 
-def answer_counts(rows: Sequence, vocab_size: int) -> Tensor:
+def answer_counts(rows: Sequence[AnswerRow], vocab_size: int) -> Tensor:
     """How often each token occurs in the answers, int64 [vocabulary]."""
-    tokens = torch.tensor([token for row in rows for token in row.answer_ids], dtype=torch.long)
-    return torch.bincount(tokens, minlength=vocab_size)
+    return torch.from_numpy(as_rows(rows).token_counts(vocab_size))
 
 
-def coverage(rows: Sequence, draft_ids: Tensor | None, vocab_size: int) -> float:
+def coverage(rows: Sequence[AnswerRow], draft_ids: Tensor | None, vocab_size: int) -> float:
     """Share of the answers' tokens that the drafter can propose."""
     if draft_ids is None:
         return 1.0
