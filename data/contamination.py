@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from data.chat import turn_text
-from data.conversations import Prompt
+from data.prompt import Prompt
 from data.words import gram_hashes, hash_of, normalised, word_ids, words
 
 WORDS = 13

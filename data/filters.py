@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from data.chat import messages_of, turn_text
 from data.contamination import Contamination
-from data.conversations import Prompt, Unusable, told_apart
 from data.near_duplicates import NearDuplicates
+from data.prompt import Prompt, Unusable, told_apart
 from data.words import Seen, hash_of, normalised
 
 UNKNOWN = "und"  # the language of texts that do not say (ISO 639-2: undetermined)

@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 
-from data.conversations import Prompt, content_id
+from data.prompt import Prompt, content_id
 from data.templates import CODE_FRAMES, CODE_TASKS, MATHS, MATHS_ENDINGS, NUMBERS, WORDS
 from data.topics import CHAT, ENDINGS
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from data.conversations import Unusable
+from data.prompt import Unusable
 
 JSON_LINES, JSON, PARQUET, ARROW = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".arrow",)
 SUFFIXES = (*JSON_LINES, *JSON, *PARQUET, *ARROW)

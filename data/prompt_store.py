@@ -18,7 +18,7 @@ from typing import overload
 import numpy as np
 import pyarrow
 
-from data.conversations import Prompt
+from data.prompt import Prompt
 from data.prompts import Kept
 
 PROMPTS, SKIPPED, MANIFEST = "prompts.arrow", "skipped.jsonl", "manifest.json"

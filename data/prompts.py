@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from data.chat import turn_text
-from data.conversations import BY_CONVENTION, NO_COLUMN, Columns, Prompt, Unusable, prompt_of
+from data.conversations import BY_CONVENTION, NO_COLUMN, Columns, prompt_of
 from data.filters import Filters
 from data.local_files import Row
+from data.prompt import Prompt, Unusable
 from data.sources import Source, open_source, shuffled
 
 # Rows without a known column at the beginning of a source, after which the options are wrong and not the rows.

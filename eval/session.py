@@ -12,6 +12,7 @@ import torch
 
 from data.benchmarks import LoadedBenchmark, load_benchmark
 from data.chat import ChatFormat, TemplateRejected, Turn, encode_prompt, messages_of, turn_text
+from data.conversations import Columns
 from data.environment import choose_device
 from data.fetch_target import resolve_target
 from data.prompts import Prompt, load_mixture
@@ -99,7 +100,8 @@ class Session:
 
         Raises ValueError when there is none.
         """
-        prompts = load_mixture(self.config.prompts, 2 * count + len(evaluated), seed, "train")
+        columns = Columns.of(self.config)
+        prompts = load_mixture(self.config.prompts, 2 * count + len(evaluated), seed, "train", columns)
         fresh = [p for p in prompts if turn_text(p.turns[0]) not in evaluated]
         usable = [ids for p in fresh if (ids := self.usable_ids(p.turns[:1], [], p.tools)) is not None][:count]
         if not usable:
