@@ -23,27 +23,31 @@ class PromptOptions:
     messages_column: str = option(
         "",
         "column of the messages or turns (default: turns, messages, conversations, conversation, data)",
-        "prepare regenerate eval",
+        "prepare regenerate eval bench",
     )
     prompt_column: str = option(
         "",
         "column of a prompt's text (default: instruction with input, prompt, question, query, problem, input, text)",
-        "prepare regenerate eval",
+        "prepare regenerate eval bench",
     )
     answer_column: str = option(
         "",
         "column of the data set's own answer (default: response, answer, output, completion, solution)",
-        "prepare regenerate eval",
+        "prepare regenerate eval bench",
     )
     system_column: str = option(
-        "", "column of the system prompt (default: system, system_prompt)", "prepare regenerate eval"
+        "", "column of the system prompt (default: system, system_prompt)", "prepare regenerate eval bench"
     )
     tools_column: str = option(
-        "", "column of function definitions, a list or JSON (default: tools, functions)", "prepare regenerate eval"
+        "",
+        "column of function definitions, a list or JSON (default: tools, functions)",
+        "prepare regenerate eval bench",
     )
-    role_key: str = option("", "key of a message that says who speaks (default: role, from)", "prepare regenerate eval")
+    role_key: str = option(
+        "", "key of a message that says who speaks (default: role, from)", "prepare regenerate eval bench"
+    )
     content_key: str = option(
-        "", "key of a message that holds its text (default: content, value)", "prepare regenerate eval"
+        "", "key of a message that holds its text (default: content, value)", "prepare regenerate eval bench"
     )
     shuffle_buffer: int = option(
         0, "rows of each source that are held in memory to shuffle it; 0 keeps its order", "prepare regenerate"
