@@ -220,12 +220,14 @@ class RunConfig(PromptOptions):
         "eval calibrate demo train",
     )
     benchmark_dir: str = option(
-        "", "folder of NAME.jsonl files that stand for the benchmarks of the Hub", "prepare eval calibrate demo train"
+        "",
+        "folder of NAME.jsonl files that stand for the benchmarks of the Hub",
+        "prepare regenerate eval calibrate demo train",
     )
     eval_prompts: int = option(
         16,
         "prompts of each benchmark, chosen by the seed; 0 means as many as the published tables",
-        "prepare eval calibrate demo setup train bench",
+        "prepare regenerate eval calibrate demo setup train bench",
     )
     max_new_tokens: int = option(64, "tokens emitted for each prompt", "eval calibrate demo verify train inspect bench")
     methods: list[str] = option(
