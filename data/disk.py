@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -33,3 +35,14 @@ def written(what: str, *leftovers: str | os.PathLike) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.remove(path)
         raise StageError(f"{what} could not be saved ({str(error).splitlines()[0]})") from error
+
+
+def replace_folder(temporary: Path, output: Path) -> None:
+    """Puts a finished folder in the place of an earlier one, or where there is none yet."""
+    if not output.exists():
+        temporary.rename(output)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    output.rename(old)  # onto an empty folder, which POSIX replaces
+    temporary.rename(output)
+    shutil.rmtree(old)

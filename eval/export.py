@@ -27,8 +27,9 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from data.answers import make_folder, read_manifest
-from data.disk import written
+from data.disk import replace_folder, written
 from data.fetch_target import resolve_target
+from data.hub import check_access, push, without_paths
 from data.settings import RunConfig, run_stage
 from models.checkpoint import Drafter, finished_drafter, load_drafter
 from models.fitting import check_against_target
@@ -38,7 +39,7 @@ from models.target import Target, choose_dtype, load_target
 
 from .chat_format import read_provenance
 from .model_card import Origin, describe_target, model_card
-from .publish import check_access, push
+from .publish import own_files
 from .report import read_results
 from .standalone import CUSTOM_GENERATE, DRAFTER, standalone
 
@@ -87,7 +88,8 @@ def export(config: RunConfig) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"export: {source} -> {output} (format {config.format}, {drafter.model.dtype})")
     if config.push_to_hub:
-        print(f"uploaded: {push(output, config.push_to_hub, config.private)}")
+        where = push(output, config.push_to_hub, config.private, "model", "drafter", own_files())
+        print(f"uploaded: {where}")
     return output
 
 
@@ -165,15 +167,6 @@ def write_code(folder: Path) -> None:
             (place / name).write_text(text, encoding="utf-8")
 
 
-def without_paths(value):
-    """A JSON value with absolute paths cut to their last part: an export is meant to be published."""
-    if isinstance(value, dict):
-        return {key: without_paths(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [without_paths(v) for v in value]
-    return os.path.basename(value.rstrip("/")) if isinstance(value, str) and os.path.isabs(value) else value
-
-
 def results_of(config: RunConfig, source: str, provenance: dict | None) -> dict | None:
     """RUN/results.json if it measured this drafter, else None: a card must not show another checkpoint's figures."""
     path = Path(config.path("results.json"))
@@ -187,17 +180,6 @@ def results_of(config: RunConfig, source: str, provenance: dict | None) -> dict 
         return read_results(path)
     same_folder = folder.resolve() == Path(source).resolve()
     return read_results(path) if measured == provenance and (same_folder or provenance is not None) else None
-
-
-def replace_folder(temporary: Path, output: Path) -> None:
-    """Puts a finished folder in the place of an earlier export."""
-    if not output.exists():
-        temporary.rename(output)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    output.rename(old)  # onto an empty folder, which POSIX replaces
-    temporary.rename(output)
-    shutil.rmtree(old)
 
 
 def write_json(path: Path, content: dict) -> None:

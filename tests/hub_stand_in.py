@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +20,12 @@ TOKEN = "hf_tested"
 
 @dataclass
 class Repository:
-    """Files by path; `commits` counts them, `private` is what the creator asked for."""
+    """Files by path; `commits` counts them, `private` and `kind` are what the creator asked for."""
 
     private: bool
     files: dict[str, bytes] = field(default_factory=dict)
     commits: int = 0
+    kind: str = "model"
 
 
 @dataclass
@@ -32,14 +34,14 @@ class Hub:
 
     Attributes:
         objects: contents of large files by SHA-256, committed or not.
-        large: files with this ending go through LFS, the others into the commit itself.
+        large: files with one of these endings go through LFS, the others into the commit itself.
         refuse: path endings answered with this status code instead.
         calls: (method, path) of every request.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
-    large: str = ".safetensors"
+    large: tuple[str, ...] = (".safetensors", ".parquet")
     refuse: dict[str, int] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
     url: str = ""
@@ -102,16 +104,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, asked: dict):
         name = f"{asked['organization'] or 'tester'}/{asked['name']}"
-        answer = {"url": f"{self.hub.url}/{name}"}
+        kind = asked.get("type") or "model"
+        answer = {"url": f"{self.hub.url}/{'datasets/' if kind == 'dataset' else ''}{name}"}
         if name in self.hub.repositories:
             return self._send(409, answer)
-        self.hub.repositories[name] = Repository(asked.get("visibility") == "private" or asked.get("private") is True)
+        self.hub.repositories[name] = Repository(
+            asked.get("visibility") == "private" or asked.get("private") is True, kind=kind
+        )
         return self._send(200, answer)
 
     def _repository(self, path: str, body: bytes):
-        words = path.removeprefix("/api/models").strip("/").removesuffix(".git/info/lfs/objects/batch").split("/")
+        kind, rest = re.fullmatch(r"(?:/api)?/?(models|datasets)?/?(.*)", path).groups()
+        words = rest.removesuffix(".git/info/lfs/objects/batch").split("/")
         repository = self.hub.repositories.get("/".join(words[:2]))
-        if repository is None:
+        if repository is None or repository.kind != (kind or "models").removesuffix("s"):
             return self._send(404, {"error": "no such repository"})
         if path.endswith("/lfs/objects/batch"):
             return self._send(
