@@ -1,11 +1,13 @@
-"""The target's answers on disk: RUN/answers/answers.jsonl, one row a line, and RUN/answers/manifest.json about them."""
+"""The target's answers on disk: RUN/answers/answers*.jsonl, a row a line, and RUN/answers/manifest.json about them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +18,8 @@ ROWS, MANIFEST = "answers.jsonl", "manifest.json"
 _SAMPLE = 1 << 12  # bytes read at the beginning, middle and end of each tensor
 # The 4-grams of a large run's answers would not fit in memory.
 _ROWS_OF_4GRAMS = 2000
+# A line begins with the row's id: a store of a million rows is indexed without parsing their tokens.
+_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class AnswerRow:
         prompt_ids: tokens up to where the assistant begins, earlier turns and answers included.
         answer_ids: the target's tokens, the eos token included when stop is "eos".
         stop: "eos", or "length" when the answer was cut (then it must not be trained as if it had ended).
+        exact: the ids are those that the target sampled; False for a text that was tokenised again and verified.
     """
 
     id: str
@@ -35,6 +40,7 @@ class AnswerRow:
     prompt_ids: list[int]
     answer_ids: list[int]
     stop: str
+    exact: bool = True
 
 
 def read_answers(folder: str) -> tuple[list[AnswerRow], dict]:
@@ -54,18 +60,50 @@ def read_manifest(folder: str) -> dict:
 
 def read_rows(folder: str) -> dict[str, AnswerRow]:
     """Whole rows by id, the first of each id. A last line without its end (the writer was killed) is left out."""
-    path = Path(folder, ROWS)
     rows: dict[str, AnswerRow] = {}
-    if not path.is_file():
-        return rows
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            row = AnswerRow(**json.loads(line))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{path} line {number} is no answer row ({error}); delete {folder}") from error
+    for row in iterate_rows(folder):
         rows.setdefault(row.id, row)
     return rows
+
+
+def iterate_rows(folder: str) -> Iterator[AnswerRow]:
+    """Every whole row in the order of the files, one in memory at a time; a row may come twice."""
+    for path in answer_files(folder):
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    yield parse_row(line, f"{path} line {number}")
+
+
+def answer_files(folder: str) -> list[Path]:
+    """answers.jsonl, then answers-rank-N.jsonl of further ranks by N; those that are there."""
+    stem = ROWS.removesuffix(".jsonl")
+    others = [path for path in Path(folder).glob(f"{stem}-rank-*.jsonl") if path.stem.rpartition("-")[2].isdigit()]
+    others.sort(key=lambda path: int(path.stem.rpartition("-")[2]))
+    return [path for path in (Path(folder, ROWS), *others) if path.is_file()]
+
+
+def parse_row(line: bytes, place: str) -> AnswerRow:
+    """The row of a line. Raises ValueError naming the place for anything else."""
+    try:
+        return AnswerRow(**json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place} is no answer row ({error}); delete {Path(place).parent}") from error
+
+
+def scan_ids(path: Path) -> Iterator[tuple[str, int]]:
+    """(row id, where its line begins) of every whole line of an answer file."""
+    offset = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # its writer was killed, or is at it
+                return
+            found = _ID.match(line) if line.endswith(b"}\n") else None
+            if found is None:
+                yield parse_row(line, f"{path} line {number}").id, offset
+            else:
+                yield json.loads(found[1]) if b"\\" in found[1] else found[1][1:-1].decode(), offset
+            offset += len(line)
 
 
 def drop_half_line(folder: str, name: str = ROWS) -> None:
@@ -74,18 +112,19 @@ def drop_half_line(folder: str, name: str = ROWS) -> None:
     In place: while a file is written anew, a second kill would lose all of it.
     """
     path = Path(folder, name)
-    if path.is_file():
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
-
-
-def append_rows(folder: str, rows: list[AnswerRow]) -> None:
-    """Adds rows at the end and waits until they are on disk."""
-    with open(Path(folder, ROWS), "a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
-        file.flush()
-        os.fsync(file.fileno())
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        end = whole = file.seek(0, os.SEEK_END)
+        while whole:
+            start = max(0, whole - (1 << 16))
+            file.seek(start)
+            last = file.read(whole - start).rfind(b"\n")
+            whole = start + last + 1 if last >= 0 else start
+            if last >= 0:
+                break
+    if whole < end:
+        os.truncate(path, whole)
 
 
 def write_manifest(folder: str, manifest: dict) -> None:
@@ -103,26 +142,33 @@ def make_folder(path: str, option: str) -> None:
         raise ValueError(f"{option}: cannot create {path}: {error.strerror}") from error
 
 
-def describe(rows: list[AnswerRow]) -> dict:
-    """What the answers are like: how they end, how long they are, how much they repeat."""
-    if not rows:
+def describe(rows: Iterable[AnswerRow]) -> dict:
+    """What the answers are like: how they end, how long they are, how much they repeat. One pass, none kept."""
+    count = ended = exact = total_grams = 0
+    distinct: set[tuple[int, ...]] = set()
+    inside: list[float] = []
+    lengths: dict[str, tuple[int, int]] = {}
+    for count, row in enumerate(rows, 1):
+        ended += row.stop == "eos"
+        exact += row.exact
+        tokens, answers = lengths.get(row.domain, (0, 0))
+        lengths[row.domain] = (tokens + len(row.answer_ids), answers + 1)
+        if count <= _ROWS_OF_4GRAMS and len(row.answer_ids) >= 4:
+            grams = list(zip(*(row.answer_ids[i:] for i in range(4)), strict=False))
+            inside.append(len(set(grams)) / len(grams))
+            distinct.update(grams)
+            total_grams += len(grams)
+    if not count:
         return {}
-    ended = sum(row.stop == "eos" for row in rows)
-    sample = rows[:_ROWS_OF_4GRAMS]
-    grams = [list(zip(*(row.answer_ids[i:] for i in range(4)), strict=False)) for row in sample]
-    inside = [len(set(g)) / len(g) for g in grams if g]
-    every = [gram for g in grams for gram in g]
-    lengths: dict[str, list[int]] = {}
-    for row in rows:
-        lengths.setdefault(row.domain, []).append(len(row.answer_ids))
     return {
-        "share_eos": ended / len(rows),
+        "share_eos": ended / count,
+        "share_exact": exact / count,
         # Over the sample's answers together, and inside one answer (mean): the second does not fall as the set grows.
-        "distinct_4grams_rows": len(sample),
-        "distinct_4grams": len(set(every)) / max(1, len(every)),
+        "distinct_4grams_rows": min(count, _ROWS_OF_4GRAMS),
+        "distinct_4grams": len(distinct) / max(1, total_grams),
         "distinct_4grams_in_answer": sum(inside) / max(1, len(inside)),
-        "answer_tokens": sum(len(row.answer_ids) for row in rows),
-        "mean_answer_tokens": {domain: sum(n) / len(n) for domain, n in sorted(lengths.items())},
+        "answer_tokens": sum(tokens for tokens, _ in lengths.values()),
+        "mean_answer_tokens": {domain: tokens / answers for domain, (tokens, answers) in sorted(lengths.items())},
     }
 
 

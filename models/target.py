@@ -62,7 +62,7 @@ class Target:
         self.decoder, self.config = model.get_decoder(), model.config.get_text_config()
         refuse_unsupported(self.config)
         self.window = window_of(self.config)
-        self.eos_ids = _eos_ids(model)
+        self.eos_ids = eos_ids(getattr(model, "generation_config", None), model.config.get_text_config())
         self.forwards, self.streams = 0, False
         self._rows: dict[int, Tensor] = {}
 
@@ -245,9 +245,10 @@ class Target:
         return zeros.masked_fill(~mask, torch.finfo(self.dtype).min)
 
 
-def _eos_ids(model) -> tuple[int, ...]:
+def eos_ids(*sources) -> tuple[int, ...]:
+    """Every end token that a generation config or a model's config names."""
     ids: list[int] = []
-    for source in (getattr(model, "generation_config", None), model.config.get_text_config()):
+    for source in sources:
         value = getattr(source, "eos_token_id", None)
         ids += [value] if isinstance(value, int) else list(value or ())
     return tuple(dict.fromkeys(ids))

@@ -23,8 +23,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from data.engine_local import answer_batch
+from data.engines import Question
 from data.options import RunConfig
-from data.regenerate import Question, answer_batch
 from eval.decoding.cache import TreeCache
 from eval.decoding.loop import Request, generate
 from eval.decoding.proposals import TreeOptions, make_proposer

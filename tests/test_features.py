@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from data import answers, features
+from data.engine_local import answer_batch
+from data.engines import Question
 from data.features import FeatureReader, FeatureWriter, gather_taps, resolve_taps
-from data.regenerate import Question, answer_batch
 from data.settings import RunConfig
 from tiny import VOCAB, tiny_target
 from tiny_tokenizer import tiny_tokenizer
@@ -122,7 +123,7 @@ def test_a_full_disk_stops_the_stage_before_it_writes(tmp_path, monkeypatch, cap
     config.write_text("")
     assert main([str(config), *words]) == 2
     assert "keep_features: up to" in capsys.readouterr().err
-    assert not list((tmp_path / "run" / "answers").iterdir())
+    assert not any(p.stat().st_size for p in (tmp_path / "run" / "answers").glob("*.jsonl"))
     assert main([str(config), *words, "--keep_features", "false"]) == 0
 
 

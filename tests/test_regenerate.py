@@ -6,11 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data import answers, regenerate
+from data import answer_store, answers, engine_local, regenerate
+from data.answer_store import Accounts, AnswerStore
 from data.answers import AnswerRow, read_answers, read_rows
 from data.chat import encode_prompt, messages_of
+from data.engine_local import answer_batch
+from data.engines import Question, cut_answer
 from data.features import FeatureReader
-from data.regenerate import Question, answer_batch, cut_answer, main
+from data.regenerate import main
 from data.settings import RunConfig
 from tiny import EOS, VOCAB, tiny_target
 from tiny_tokenizer import TEMPLATE, save_tiny_target, tiny_tokenizer
@@ -61,9 +64,12 @@ def greedy(target, prompt, count):
 def test_rows_are_the_targets_own_greedy_text_and_all_input_is_accounted(run, target_folder):
     assert run() == 0
     rows, manifest = read_answers(run.folder)
-    assert manifest["counts"] == {"input": 8, "done": 6, "failed": 0, "skipped": 2}
-    assert "bad words" in manifest["skipped"]["p3"]
-    assert "max_prompt_length is 60" in manifest["skipped"]["p4"]
+    assert manifest["counts"] == {"input": 8, "done": 6, "failed": 0, "skipped": 2, "left": 0}
+    assert manifest["skipped"] == {"the chat template rejects the messages": 1, "longer than max_prompt_length": 1}
+    outcomes = answer_store.read_outcomes(Path(run.folder, answer_store.OUTCOMES))
+    details = {outcome.id: (outcome.status, outcome.detail) for outcome in outcomes}
+    assert details["p3"] == ("skipped", "bad words")
+    assert details["p4"][1].endswith("max_prompt_length is 60") and set(details) == {"p3", "p4"}
     target, tokenizer = regenerate.load_target(target_folder, torch.float32), tiny_tokenizer()
     by_id = {row.id: row for row in rows}
     for row in rows:
@@ -88,7 +94,7 @@ def test_a_killed_run_loses_and_repeats_nothing(run, monkeypatch, lost):
     assert run(run_dir=run.folder + "-straight") == 0
     straight = {row.id: row for row in read_answers(run.folder + "-straight/answers")[0]}
 
-    calls, original, append = [], regenerate.answer_batch, answers.append_rows
+    calls, original, append = [], engine_local.answer_batch, AnswerStore.add
 
     def dying_batch(*args):
         calls.append(1)
@@ -96,17 +102,17 @@ def test_a_killed_run_loses_and_repeats_nothing(run, monkeypatch, lost):
             raise KeyboardInterrupt
         return original(*args)
 
-    def dying_append(folder, rows):
+    def dying_append(store, rows, outcomes=()):
         if len(calls) == 3 and lost == "before the rows":
             raise KeyboardInterrupt
-        append(folder, rows)
+        append(store, rows, outcomes)
         if len(calls) == 3 and lost == "inside a row":
-            path = Path(folder, answers.ROWS)
+            path = Path(store.folder, answers.ROWS)
             path.write_bytes(path.read_bytes()[:-30])
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(regenerate, "answer_batch", dying_batch)
-    monkeypatch.setattr(answers, "append_rows", dying_append)
+    monkeypatch.setattr(engine_local, "answer_batch", dying_batch)
+    monkeypatch.setattr(AnswerStore, "add", dying_append)
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.undo()
@@ -158,15 +164,14 @@ def test_more_prompts_continue_and_fewer_are_refused(run, capsys):
     assert run() == 0
     assert read_answers(run.folder)[1]["counts"]["done"] == 6
     assert run(num_prompts=1) == 2
-    assert "answers to other prompts" in capsys.readouterr().err
+    assert "num_prompts 1 is less than the 7 prompts" in capsys.readouterr().err
 
 
 def test_a_time_budget_stops_and_says_so(run):
     assert run(time_budget=1e-9) == 0
     rows, manifest = read_answers(run.folder)
     assert len(rows) == 2 and manifest["out_of_time"] is True
-    assert manifest["counts"] == {"input": 8, "done": 2, "failed": 0, "skipped": 6}
-    assert "time_budget" in manifest["skipped"].values()
+    assert manifest["finished"] and manifest["counts"] == {"input": 8, "done": 2, "failed": 0, "skipped": 2, "left": 4}
 
 
 def test_a_run_cut_by_its_budget_goes_on_without_or_with_another(run, monkeypatch):
@@ -179,7 +184,8 @@ def test_a_run_cut_by_its_budget_goes_on_without_or_with_another(run, monkeypatc
     assert len(read_answers(run.folder)[0]) == 4
     assert run() == 0
     rows, manifest = read_answers(run.folder)
-    assert manifest["out_of_time"] is False and manifest["counts"] == {"input": 8, "done": 6, "failed": 0, "skipped": 2}
+    assert manifest["out_of_time"] is False
+    assert manifest["counts"] == {"input": 8, "done": 6, "failed": 0, "skipped": 2, "left": 0}
     assert {r.id: r for r in rows} == read_rows(run.folder + "-straight/answers")
 
 
@@ -226,18 +232,24 @@ def test_the_targets_own_sampling_knobs_do_not_shape_the_text():
 
 
 def test_out_of_memory_halves_the_batch_and_fails_single_rows(run, monkeypatch):
-    original = regenerate.answer_batch
+    """What failed is tried again by the next run, what was skipped is not."""
+    original = engine_local.answer_batch
 
     def small_device(target, batch, taps, config):
         if len(batch) > 1 or batch[0].id == "p5":
             raise torch.OutOfMemoryError
         return original(target, batch, taps, config)
 
-    monkeypatch.setattr(regenerate, "answer_batch", small_device)
-    assert run(answer_batch_size=4) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_local, "answer_batch", small_device)
+        assert run(answer_batch_size=4) == 0
     manifest = read_answers(run.folder)[1]
-    assert manifest["counts"] == {"input": 8, "done": 5, "failed": 1, "skipped": 2}
-    assert manifest["failed"] == {"p5": "out of memory"}
+    assert manifest["counts"] == {"input": 8, "done": 5, "failed": 1, "skipped": 2, "left": 0}
+    assert manifest["failed"] == {"out of memory": 1} and Accounts(run.folder).status("p5") == "failed"
+    outcomes = Path(run.folder, answer_store.OUTCOMES).read_text()
+    assert run(answer_batch_size=4) == 0
+    assert read_answers(run.folder)[1]["counts"] == {"input": 8, "done": 6, "failed": 0, "skipped": 2, "left": 0}
+    assert Path(run.folder, answer_store.OUTCOMES).read_text() == outcomes
 
 
 def test_describe_counts_ends_and_repeats():
@@ -304,7 +316,7 @@ def test_user_mistakes_are_one_line(run, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "file").write_text("")
     for options, word in (
-        ({"prompts": str(tmp_path / "empty.jsonl")}, "holds no usable row"),
+        ({"prompts": str(tmp_path / "empty.jsonl")}, "no usable row"),
         ({"run_dir": str(tmp_path / "file" / "run")}, "run_dir: cannot create"),
         ({"target": str(tmp_path / "nowhere")}, "target: no such folder"),
         ({"target": str(tmp_path)}, "target: cannot read"),

@@ -1,0 +1,323 @@
+"""One OpenAI-compatible server: how it wants to be asked, and whether it answers at the moment.
+
+Servers differ in what they take. A first small request finds the best form that a server accepts: the prompt's token
+ids, else its text, else messages; with the knobs and the token ids of vLLM and SGLang, else with a generation config of
+transformers serve, else with the plain OpenAI fields alone. In every form the server must count as many prompt tokens
+as the target's own template gives.
+
+An endpoint that fails a few times in a row rests, and is asked again by one small request after ever longer pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import openai
+
+from data.chat import encode_prompt, render
+from data.engines import Question, Sampling
+from data.replies import NOT_JSON, BadReply, Reply, parse_reply
+from data.settings import RunConfig
+
+IDS, TEXT, MESSAGES = "token ids", "text", "messages"
+FULL, TRANSFORMERS, PLAIN_FIELDS = "all knobs", "a generation config", "plain fields"
+_REST_AFTER = 5  # failures in a row
+_LONGEST_PAUSE = 60.0
+_LONGEST_RETRY_AFTER = 600.0
+_OVERLOADED = (429, 503)
+
+
+class Trouble(Exception):
+    """A request that brought no reply.
+
+    Attributes:
+        blames_row: whether the row may be why: it has only so many tries. A server that is away is not its fault.
+        refused: the server understood the request and does not take it.
+        wait: seconds that the server asks to be left alone.
+    """
+
+    def __init__(
+        self, reason: str, detail: str = "", blames_row: bool = True, refused: bool = False, wait: float | None = None
+    ):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+        self.blames_row, self.refused, self.wait = blames_row, refused, wait
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a server is asked.
+
+    Attributes:
+        prompt: `IDS`, `TEXT` or `MESSAGES`.
+        fields: `FULL`, `TRANSFORMERS` or `PLAIN_FIELDS`.
+        without_bos: the text's first token is left to the server, which adds it.
+    """
+
+    prompt: str
+    fields: str
+    without_bos: bool = False
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What requests to all endpoints are made of: the target's tokenizer, format, end tokens and sampling."""
+
+    tokenizer: object
+    chat_format: object
+    eos_ids: tuple[int, ...]
+    sampling: Sampling
+
+    def body(self, form: Form, question: Question, limit: int) -> dict:
+        """The fields of a request for one question."""
+        sampling, seed = self.sampling, self.sampling.seed_of(question.id)
+        fields = {"max_tokens": limit, "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
+        if form.prompt == MESSAGES:
+            fields["messages"] = question.messages
+            fields |= {"tools": question.tools} if question.tools else {}
+        else:
+            fields["prompt"] = question.prompt_ids if form.prompt == IDS else self._text(question, form)
+        if form.fields == FULL:
+            fields |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
+            fields |= {"stop_token_ids": list(self.eos_ids), "skip_special_tokens": False, "return_token_ids": True}
+        elif form.fields == TRANSFORMERS:
+            fields["generation_config"] = json.dumps(self._generation_config(limit))
+        if form.prompt == MESSAGES and form.fields != PLAIN_FIELDS:
+            fields["chat_template_kwargs"] = self.chat_format.template_arguments
+        return fields
+
+    def _text(self, question: Question, form: Form) -> str:
+        text = render(self.tokenizer, question.messages, question.tools, self.chat_format, asks=True)
+        return text.removeprefix(self.tokenizer.bos_token or "") if form.without_bos else text
+
+    def _generation_config(self, limit: int) -> dict:
+        sampling = self.sampling
+        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        drawn |= {"top_k": sampling.top_k, "min_p": sampling.min_p or None}
+        pad = self.tokenizer.pad_token_id
+        ends = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.eos_ids[0] if pad is None else pad}
+        return {"max_new_tokens": limit, **ends, **(drawn if sampling.temperature else {"do_sample": False})}
+
+    def probe(self) -> Question:
+        messages = [{"role": "user", "content": "How many legs has a spider?"}]
+        return Question("probe", "", encode_prompt(self.tokenizer, messages, None, self.chat_format), messages)
+
+
+class Endpoint:
+    """
+    Attributes:
+        name: the address without what may be secret in it.
+        form: how it is asked; None until its first answer.
+        up: whether rows may be sent.
+        failures: in a row.
+    """
+
+    def __init__(self, address: str, config: RunConfig, asking: Asking, pause: float = 1.0):
+        self.asking, self.config = asking, config
+        parts = urlsplit(address)
+        self.name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        self._key = os.environ.get(config.server_key_variable, "")
+        self._client = openai.AsyncOpenAI(
+            base_url=address,
+            api_key=self._key or "none",
+            max_retries=0,  # retried by us, at whichever endpoint is free
+            timeout=openai.Timeout(config.server_timeout, connect=min(10.0, config.server_timeout)),
+        )
+        self._pause = pause
+        self.form: Form | None = None
+        self.model = ""
+        self.up = asyncio.Event()
+        self._rested = asyncio.Event()
+        self.failures, self._rests, self._resume_at = 0, 0, 0.0
+        self.last_answer = time.monotonic()
+        self.last_trouble = "not asked yet"
+
+    async def ask(self, question: Question) -> Reply:
+        """Raises Trouble or BadReply."""
+        return await self._request(self.form, question, self.asking.sampling.max_length)
+
+    def worked(self) -> None:
+        self.failures, self._rests, self.last_answer = 0, 0, time.monotonic()
+
+    def failed(self, trouble: Trouble) -> None:
+        """Counts a failure; a few in a row, or the server's own wish, make it rest."""
+        self.failures += 1
+        self.last_trouble = str(trouble)
+        if trouble.wait is not None or self.failures >= _REST_AFTER:
+            self._rest(trouble.wait)
+
+    def _rest(self, wait: float | None) -> None:
+        if wait is None:
+            wait = backoff(self._pause, self._rests + 1)
+        self._resume_at = max(self._resume_at, time.monotonic() + wait)
+        if self.up.is_set():
+            self._rests += 1
+            self.up.clear()
+
+    async def keep(self, say) -> None:
+        """For as long as the run goes: finds the form, then asks again whenever the endpoint has rested.
+
+        Raises ValueError when the first answer says that this is no server of the target.
+        """
+        while True:
+            try:
+                await self._find_form(say)
+            except (Trouble, BadReply) as trouble:
+                self.last_trouble = str(trouble)
+                if self.form is None and self.last_trouble.startswith(("HTTP 401", "HTTP 403")):
+                    raise ValueError(f"endpoints: {self.name}: {trouble}") from None
+                if self._rests == 0:
+                    say(f"{self.name}: {trouble}; asked again later")
+                self._rests += 1
+                wait = getattr(trouble, "wait", None)
+                await asyncio.sleep(backoff(self._pause, self._rests) if wait is None else wait)
+                continue
+            self.failures = 0
+            self.up.set()
+            while self.up.is_set():
+                await asyncio.sleep(min(0.2, self._pause))
+            say(f"{self.name} rests: {self.last_trouble}")
+            while time.monotonic() < self._resume_at:
+                await asyncio.sleep(min(0.2, self._pause))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _find_form(self, say) -> None:
+        """Sets model and form, or after the first time only sees whether the server answers."""
+        question = self.asking.probe()
+        if self.form is not None:
+            await self._request(self.form, question, 1)
+            return
+        self.model = await self._find_model()
+        form = await self._accepted(question)
+        api = "chat/completions" if form.prompt == MESSAGES else "completions"
+        say(f"{self.name}: {api} of {self.model}, {form.prompt} with {form.fields}")
+        self.form = form
+
+    async def _accepted(self, question: Question) -> Form:
+        """The first form that the server takes. Raises ValueError when it takes none."""
+        refusals: list[str] = []
+        for form in self._forms():
+            try:
+                reply = await self._request(form, question, 1)
+            except (Trouble, BadReply) as trouble:
+                if isinstance(trouble, Trouble) and not trouble.refused or str(trouble) == NOT_JSON:
+                    raise
+                refusals.append(f"{form.prompt} with {form.fields}: {trouble}")
+                continue
+            counted, asked = reply.prompt_tokens, len(question.prompt_ids)
+            if counted in (None, asked):
+                return form
+            refusals.append(f"{form.prompt}: {counted} prompt tokens, the target's template gives {asked}")
+        raise ValueError(f"endpoints: {self.name} takes no request for {self.model}; {'; '.join(refusals[-3:])}")
+
+    def _forms(self) -> Iterator[Form]:
+        api = self.config.server_api
+        # Without the knobs they stand for, plain fields would draw from another distribution.
+        kinds = (FULL, TRANSFORMERS, PLAIN_FIELDS) if self.asking.sampling.plain else (FULL, TRANSFORMERS)
+        if api != "chat":
+            for prompt in (IDS, TEXT):
+                yield from (Form(prompt, fields) for fields in kinds)
+            if self.asking.tokenizer.bos_token:
+                yield from (Form(TEXT, fields, without_bos=True) for fields in kinds)
+        if api != "completions":
+            yield from (Form(MESSAGES, fields) for fields in kinds)
+
+    async def _find_model(self) -> str:
+        """The name by which the server knows the target. Raises ValueError when it serves others only."""
+        wanted = self.config.server_model
+        try:
+            served = await self._send(self._client.models.with_raw_response.list())
+        except Trouble as trouble:
+            if trouble.refused:
+                return wanted or self.config.target
+            raise
+        try:
+            entries = [entry for entry in json.loads(served)["data"] if isinstance(entry.get("id"), str)]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            entries = []
+        if wanted or not entries:
+            if entries and wanted not in [entry["id"] for entry in entries]:
+                raise ValueError(f"server_model {wanted} is not served by {self.name}, which has {_names(entries)}")
+            return wanted or self.config.target
+        for entry in entries:
+            if any(_same_model(str(entry.get(key) or ""), self.config.target) for key in ("id", "root")):
+                return entry["id"]
+        raise ValueError(
+            f"endpoints: {self.name} serves {_names(entries)}, the target is {self.config.target}; if that is the same "
+            "model under another name, name it: --server_model NAME"
+        )
+
+    async def _request(self, form: Form, question: Question, limit: int) -> Reply:
+        body = self.asking.body(form, question, limit)
+        known = {name: body.pop(name) for name in ("prompt", "messages") if name in body}
+        client = self._client.chat.completions if form.prompt == MESSAGES else self._client.completions
+        return parse_reply(
+            await self._send(client.with_raw_response.create(model=self.model, **known, extra_body=body))
+        )
+
+    async def _send(self, call) -> bytes:
+        """The body of the reply. Raises Trouble for everything that is none."""
+        try:
+            async with asyncio.timeout(self.config.server_timeout):
+                return (await call).http_response.content
+        except (TimeoutError, openai.APITimeoutError):
+            raise Trouble("timeout", f"no answer within {self.config.server_timeout:g} seconds") from None
+        except openai.APIStatusError as error:
+            raise self._of_status(error) from None
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            away = type(cause).__name__ in ("ConnectError", "ConnectTimeout")
+            reason = "no connection" if away else "the connection broke"
+            raise Trouble(reason, self._clean(str(cause)), blames_row=not away) from None
+        except openai.OpenAIError as error:
+            raise Trouble("a reply that the client cannot read", self._clean(str(error))) from None
+
+    def _of_status(self, error: openai.APIStatusError) -> Trouble:
+        status, wait = error.status_code, _retry_after(error.response.headers.get("retry-after"))
+        detail = self._clean(error.message)
+        if status in (401, 403):  # of the endpoint, whatever is asked
+            hint = f"{detail}; the key is read from the environment variable {self.config.server_key_variable}"
+            return Trouble(f"HTTP {status}", hint, blames_row=False)
+        if status in (408, 409, 429) or status >= 500 and status != 501:
+            waits = wait if status in _OVERLOADED else None
+            return Trouble(f"HTTP {status}", detail, blames_row=status != 429 and waits is None, wait=waits)
+        # A route or a model that was there at first and is gone is the endpoint's trouble, not the row's.
+        return Trouble(f"HTTP {status}", detail, blames_row=status != 404 or self.form is None, refused=True)
+
+    def _clean(self, text: str) -> str:
+        """One line for people, without the key."""
+        line = " ".join(text.split())[:300]
+        return line.replace(self._key, "***") if self._key else line
+
+
+def backoff(base: float, failures: int) -> float:
+    """Seconds to wait after so many failures: doubled each time, up to a minute, drawn from the upper half."""
+    return min(_LONGEST_PAUSE, base * 2.0 ** min(failures - 1, 30)) * random.uniform(0.5, 1.0)
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds of a Retry-After header; dates, which few servers send, are not read."""
+    try:
+        seconds = float(value or "")
+    except ValueError:
+        return None
+    return min(seconds, _LONGEST_RETRY_AFTER) if seconds >= 0 else None
+
+
+def _same_model(served: str, target: str) -> bool:
+    """Whether both end in the same name: a path, a Hub id and a served name of one model do."""
+    ends = [name.rstrip("/").rsplit("/", 1)[-1].lower() for name in (served, target)]
+    return bool(ends[0]) and ends[0] == ends[1]
+
+
+def _names(entries: list[dict]) -> str:
+    return ", ".join(entry["id"] for entry in entries[:5])

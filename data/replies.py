@@ -1,0 +1,138 @@
+"""What a server sends back, and the answer row that it is worth.
+
+A server's text is not the target's tokens. Where the server returns ids they are taken as they are; otherwise the text
+is tokenised again, and counts only if it decodes to itself and has as many tokens as the server says it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from data.answers import AnswerRow
+from data.engines import Question, cut_answer
+
+NOT_JSON = "a reply that is not JSON"
+
+
+class BadReply(Exception):
+    """A reply that gives no row.
+
+    Attributes:
+        reason: one of few.
+        again: whether the same request may well be answered better at once; else the next run tries.
+    """
+
+    def __init__(self, reason: str, detail: str = "", again: bool = False):
+        super().__init__(reason)
+        self.reason, self.detail, self.again = reason, detail, again
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The one answer of a reply, None for what the server does not say.
+
+    Attributes:
+        finish: "stop", "length", or another finish_reason.
+        stop_token: the id at which it stopped.
+        prompt_tokens, completion_tokens: as the server counts them.
+    """
+
+    text: str | None
+    token_ids: list[int] | None
+    finish: str | None
+    stop_token: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+def parse_reply(content: bytes) -> Reply:
+    """Reads a body of /v1/completions or /v1/chat/completions. Raises BadReply for anything else."""
+    try:
+        body = json.loads(content)
+    except ValueError as error:
+        raise BadReply(NOT_JSON, str(error), again=True) from None
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        count = len(choices) if isinstance(choices, list) else "no"
+        raise BadReply("a reply without exactly one answer", f"{count} choices", again=True)
+    choice = choices[0]
+    message = choice.get("message") if isinstance(choice.get("message"), dict) else {}
+    text = choice.get("text", message.get("content"))
+    usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
+    return Reply(
+        text if isinstance(text, str) else None,
+        _ids(choice.get("token_ids")),
+        choice.get("finish_reason"),
+        _whole(choice.get("stop_reason")),
+        _whole(usage.get("prompt_tokens")),
+        _whole(usage.get("completion_tokens")),
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _ids(value: object) -> list[int] | None:
+    return value if isinstance(value, list) and value and all(_whole(token) is not None for token in value) else None
+
+
+@dataclass(frozen=True)
+class AnswerReader:
+    """Turns replies into rows.
+
+    Attributes:
+        eos_ids: tokens at which the target stops.
+        closing: the one with which its template closes an answer.
+        max_length: tokens that were asked for at most.
+        vocab_size: ids lie below it.
+    """
+
+    tokenizer: object
+    eos_ids: tuple[int, ...]
+    closing: int
+    max_length: int
+    vocab_size: int
+
+    def row(self, question: Question, reply: Reply) -> AnswerRow:
+        """Raises BadReply for a reply whose tokens cannot be told for certain."""
+        if reply.finish not in ("stop", "length"):
+            raise BadReply(f"finish_reason {reply.finish}")
+        asked = len(question.prompt_ids)
+        if reply.prompt_tokens is not None and reply.prompt_tokens != asked:
+            detail = f"{reply.prompt_tokens} prompt tokens, the target's template gives {asked}"
+            raise BadReply("the server read another prompt", detail)
+        ended = reply.finish == "stop"
+        ids = self._encoded(reply, ended) if reply.token_ids is None else self._given(reply)
+        ids, stop = cut_answer(ids, self.eos_ids)
+        if stop == "length" and ended:
+            ids, stop = [*ids, self._closing(reply)], "eos"
+        if len(ids) > self.max_length + ended:  # some servers do not count the end
+            raise BadReply("more tokens than max_answer_length", f"{len(ids)} tokens")
+        return AnswerRow(question.id, question.domain, question.prompt_ids, ids, stop, reply.token_ids is not None)
+
+    def _closing(self, reply: Reply) -> int:
+        return reply.stop_token if reply.stop_token in self.eos_ids else self.closing
+
+    def _given(self, reply: Reply) -> list[int]:
+        if any(not 0 <= token < self.vocab_size for token in reply.token_ids):
+            raise BadReply("token ids outside the target's vocabulary")
+        return reply.token_ids
+
+    def _encoded(self, reply: Reply, ended: bool) -> list[int]:
+        """The text's tokens; those that stand for the end are not among them unless the text spells them."""
+        text, count = reply.text, reply.completion_tokens
+        if text is None:
+            raise BadReply("a reply without text", again=True)
+        if not text and not (ended and count == 1):
+            raise BadReply("an empty answer", again=True)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if "\ufffd" in text or self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+            raise BadReply("the text does not survive tokenising", text[:80])
+        # The token that ends an answer may be counted though no text shows it: at the limit, too, where transformers
+        # serve says "length".
+        hidden = (0, 1) if ended or count == self.max_length else (0,)
+        if count is not None and count - len(ids) not in hidden:
+            raise BadReply("the text has another number of tokens", f"{len(ids)}, the server wrote {count}")
+        return ids
