@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]  # of the project, which may be a clone
 PACKAGES = (
     "torch", "transformers", "tokenizers", "deepspeed", "accelerate", "peft", "datasets", "safetensors", "numpy",
 )  # fmt: skip
@@ -51,21 +52,36 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The project's commit, with `-dirty` when tracked files differ from it; None outside a clone."""
-    commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    """The project's commit, with `-dirty` when tracked files differ from it or there are Python files that it lacks
+    (ignored ones apart); None outside a clone."""
+    commit = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no") or _untracked_sources()
     return commit and commit + ("-dirty" if changed else "")
 
 
 def git_diff() -> str | None:
-    """A hash of what tracked files differ in from the commit; None when they do not, or outside a clone."""
-    difference = _git("diff", "HEAD")
-    return hashlib.sha256(difference.encode()).hexdigest()[:16] if difference else None
+    """A hash of what tracked files differ in from the commit, and of the Python files that it lacks; None when there is
+    neither, or outside a clone."""
+    difference, sources = _git("diff", "HEAD"), _untracked_sources()
+    if not difference and not sources:
+        return None
+    digest = hashlib.sha256((difference or "").encode())
+    for name in sources:
+        path = ROOT / name
+        content = path.read_bytes() if path.is_file() else b""  # a link to nothing, or removed meanwhile
+        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _untracked_sources() -> list[str]:
+    """Python files under the project that git neither tracks nor ignores: a run may import them all the same."""
+    listed = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py") or ""
+    return sorted(name for name in listed.split("\0") if name)
 
 
 def _git(*words: str) -> str | None:
-    root = str(Path(__file__).resolve().parents[1])
     try:
-        result = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True)
+        result = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()

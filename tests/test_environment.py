@@ -1,4 +1,5 @@
-"""Checks of the machine (data/environment.py) and the demo's bookkeeping (data/demo.py), on faked machines."""
+"""Checks of the machine (data/environment.py), of the code's state (eval/environment.py) and the demo's bookkeeping
+(data/demo.py), on faked machines."""
 
 import json
 import os
@@ -11,6 +12,7 @@ import torch
 
 from data import demo, environment
 from data.settings import RunConfig
+from eval import environment as code
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -157,3 +159,45 @@ def test_a_run_folder_under_a_file_is_one_line(staged, tmp_path, capsys):
     assert staged("--run_dir", str(tmp_path / "file" / "run")) == 2
     assert capsys.readouterr().err.startswith("demo: run_dir: cannot create")
     assert staged.calls == []
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=x", "-c", "user.email=x@y"]
+    return subprocess.run(
+        ["git", "-C", folder, *who, *words], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_a_source_that_git_does_not_know_makes_the_code_dirty(tmp_path, monkeypatch):
+    """What a run imports decides its results, committed or not; what git ignores and other files decide nothing."""
+    monkeypatch.setattr(code, "ROOT", tmp_path / "clone")
+    assert code.git_commit() is code.git_diff() is None  # no clone
+    (tmp_path / "clone" / "models").mkdir(parents=True)
+    git(code.ROOT, "init", "-q")
+    (code.ROOT / ".gitignore").write_text("runs/\n")
+    (code.ROOT / "models" / "head.py").write_text("a = 1\n")
+    git(code.ROOT, "add", ".")
+    git(code.ROOT, "commit", "-qm", "first")
+    commit = git(code.ROOT, "rev-parse", "HEAD")
+    (code.ROOT / "runs").mkdir()
+    (code.ROOT / "runs" / "made.py").write_text("ignored")
+    (code.ROOT / "notes.txt").write_text("no source")
+    assert (code.git_commit(), code.git_diff()) == (commit, None)
+    states = [None]
+    for name, text in (
+        ("models/n\u00e9w.py", "b = 1\n"),
+        ("models/n\u00e9w.py", "b = 2\n"),
+        ("main.py", ""),
+        ("models/head.py", ""),
+    ):
+        (code.ROOT / name).write_text(text)
+        assert code.git_commit() == f"{commit}-dirty"
+        states.append(code.git_diff())
+    assert len(set(states)) == 5 and all(len(state) == 16 for state in states[1:])
+    git(code.ROOT, "checkout", "-q", "models/head.py")
+    assert code.git_diff() == states[3]
+    (code.ROOT / "main.py").rename(code.ROOT / "other.py")
+    assert code.git_diff() not in states
+    git(code.ROOT, "add", ".")
+    git(code.ROOT, "commit", "-qm", "second")
+    assert (code.git_commit(), code.git_diff()) == (git(code.ROOT, "rev-parse", "HEAD"), None)
