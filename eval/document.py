@@ -59,9 +59,9 @@ _SWEPT = (
     "draft, so that a B above W x positions adds nothing to it, while ddtree fills any B.\n"
 )
 _NEAR = (
-    "A near tie: both tokens lie within the rounding of the run's dtype of the highest logit, or, in bf16, the target "
-    "alone picks the other token while it reads the same text in other pieces. The gap is recomputed in a plain "
-    "forward.\n"
+    "A near tie: both tokens lie within the rounding of the run's dtype of the highest logit (in bf16 two units in its "
+    "last place, in fp32 `--near_tie`). By pieces: wider, up to eight units, but the target alone picks the other "
+    "token while it reads the same text in other pieces. The gap is recomputed in a plain forward.\n"
 )
 
 _LOAD = (

@@ -17,6 +17,8 @@ from .store import Asking, asking
 
 # In bf16 two tokens whose logits are this many units in the last place apart can swap with the shape of a kernel.
 BF16_ULPS = 2.0
+# Beyond this many units no rounding is taken as an explanation, whatever the target picks in other pieces.
+MOST_ULPS = 8.0
 # Numbers of last tokens that are read at once after the rest, to see how far shapes alone move the choice: as in a step
 # of AR, in a chain's block and in trees of common sizes.
 PIECES = (1, 2, 4, 8, 16, 24, 32, 64)
@@ -39,7 +41,7 @@ def divergence(
     Args:
         threshold: gap in logits up to which the difference counts as a near tie in fp32. In bf16 the threshold is
             `BF16_ULPS` units in the last place of the highest logit, and a wider gap counts where the target alone
-            picks the token while it reads the same text in other pieces (`pieces_that_pick`).
+            picks the token while it reads the same text in other pieces (`pieces_that_pick`), up to `MOST_ULPS`.
         names: the record's fields that name the answer.
     """
     position = first_difference(ar_tokens, tokens)
@@ -58,7 +60,7 @@ def divergence(
         # The spacing of bf16 numbers (8 significant bits) at this magnitude.
         threshold = BF16_ULPS * 2.0 ** (math.floor(math.log2(abs(top))) - 7) if top else 0.0
     near, pieces = gap <= threshold, None
-    if not near and target.dtype == torch.bfloat16:
+    if not near and target.dtype == torch.bfloat16 and gap <= threshold * MOST_ULPS / BF16_ULPS:
         pieces = pieces_that_pick(target, ids, b)
     near = near or pieces is not None
     return Divergence(

@@ -243,7 +243,7 @@ def _left(row: dict) -> str:
 
 def divergence_table(results: dict) -> str:
     """Greedy answers that left the AR text, by method, and whether rounding explains each."""
-    head = ["method", "answers", "diverged", "near ties", "largest gap", "not explained"]
+    head = ["method", "answers", "diverged", "near ties", "of them by pieces", "largest gap", "not explained"]
     body = []
     for plan in [p for p in results["plans"] if p["method"] != AR]:
         rows = [r for r in results["summary"] if r["plan"] == plan["plan"] and r["diverged"] is not None]
@@ -254,6 +254,7 @@ def divergence_table(results: dict) -> str:
         beyond = [f"{d['benchmark']}/{d['prompt_id']} at {d['position']}" for d in own if not d["near_tie"]]
         body.append(
             [plan["label"], str(sum(r["answers"] for r in rows)), str(sum(r["diverged"] for r in rows))]
-            + [str(sum(r["near_ties"] for r in rows)), number(max(gaps, default=None), 4), " ".join(beyond) or "none"]
+            + [str(sum(r["near_ties"] for r in rows)), str(sum(d["pieces"] is not None for d in own))]
+            + [number(max(gaps, default=None), 4), " ".join(beyond) or "none"]
         )
     return table(head, body) if body else ""

@@ -250,27 +250,34 @@ def test_a_tie_of_bf16_logits_is_near_and_a_wide_gap_is_not():
     assert Divergence.from_dict(shorter.to_dict()) == shorter and shorter.gap is None
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_a_token_that_the_target_picks_in_other_pieces_is_a_near_tie_of_bf16_alone(dtype, near, monkeypatch):
-    """A kernel that rounds otherwise for four tokens at once, by far more than two units."""
+@pytest.mark.parametrize(
+    ("dtype", "units", "near", "pieces"),
+    [
+        (torch.bfloat16, 2, True, None),
+        (torch.bfloat16, 4, True, 4),
+        (torch.bfloat16, 8, True, 4),
+        (torch.bfloat16, 9, False, None),
+        (torch.float32, 4, False, None),
+    ],
+)
+def test_a_token_that_the_target_picks_in_other_pieces_is_a_near_tie_of_bf16(dtype, units, near, pieces, monkeypatch):
+    """A kernel that rounds otherwise for four tokens at once. Around 8 the numbers of bf16 are 1/16 apart."""
     target, prompt = tiny_target(dtype=dtype), [5, 6, 7, 8, 9, 10]
-    logits = target.forward(torch.tensor([prompt]), (), keep=1).logits[0, -1]
-    best, worst = int(logits.argmax()), int(logits.argmin())
-    assert pieces_that_pick(target, torch.tensor([prompt]), best) == 1
-    assert not divergence(target, prompt, [best], [worst], 1e-4, prompt_id="p", method="m").near_tie
-    forward = target.forward
+    gap, forward = units / 16, target.forward
 
     def rounded(input_ids, *args, cache=None, **options):
         output = forward(input_ids, *args, cache=cache, **options)
-        if input_ids.shape[1] == 4 and output.logits is not None:
-            assert cache.get_seq_length() == 6
-            output.logits[..., worst] = output.logits.max() + 1
+        if output.logits is not None:
+            assert cache is None or cache.get_seq_length() == 6
+            output.logits[:] = 0
+            output.logits[..., 20], output.logits[..., 30] = 8.0, 9.0 if input_ids.shape[1] == 4 else 8.0 - gap
         return output
 
     monkeypatch.setattr(target, "forward", rounded)
-    found = divergence(target, prompt, [best], [worst], 1e-4, prompt_id="p", method="m")
-    assert (found.near_tie, found.pieces) == (near, 4 if near else None)
-    assert found.gap == pytest.approx(float(logits.max() - logits.min())) and found.gap > found.threshold
+    ids_1S = torch.tensor([prompt])
+    assert [pieces_that_pick(target, ids_1S, token) for token in (20, 30, 40)] == [1, 4, None]
+    found = divergence(target, prompt, [20], [30], 1e-4, prompt_id="p", method="m")
+    assert (found.gap, found.near_tie, found.pieces) == (gap, near, pieces)
 
 
 def test_a_real_difference_is_not_called_a_near_tie():

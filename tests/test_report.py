@@ -254,11 +254,13 @@ def test_divergences_beyond_near_ties_are_named():
     results = build_results(rows, SETTINGS)
     results["divergences"] = [
         {"plan": rows[1].plan.id, "phase": "main", "gap": 0.5, "near_tie": False, "benchmark": "builtin",
-         "prompt_id": "p0", "position": 2},
+         "prompt_id": "p0", "position": 2, "pieces": None},
+        {"plan": rows[2].plan.id, "phase": "main", "gap": 0.25, "near_tie": True, "benchmark": "builtin",
+         "prompt_id": "p1", "position": 1, "pieces": 24},
     ]  # fmt: skip
     text = tables.divergence_table(results)
-    assert "| ddtree (B=4) | 6 | 1 | 0 | 0.5000 | builtin/p0 at 2 |" in text
-    assert "| dartree_pruned (B=4) | 6 | 0 | 0 | - | none |" in text
+    assert "| ddtree (B=4) | 6 | 1 | 0 | 0 | 0.5000 | builtin/p0 at 2 |" in text
+    assert "| dartree_pruned (B=4) | 6 | 0 | 0 | 1 | 0.2500 | none |" in text
 
 
 def test_settings_say_what_was_measured_and_where(tmp_path):

@@ -209,7 +209,11 @@ function divergences(results) {
           ...numberColumn("threshold", "threshold"),
           show: (row) => (row.threshold === null ? NONE : row.threshold.toPrecision(3)),
         },
-        { label: "near tie", words: true, value: (row) => (row.near_tie ? "yes" : "no") },
+        {
+          label: "near tie",
+          words: true,
+          value: (row) => (row.pieces ? `in pieces of ${row.pieces}` : row.near_tie ? "yes" : "no"),
+        },
       ],
       rows,
     );
