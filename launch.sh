@@ -10,7 +10,9 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   setup       creates the environment and checks the machine
   target      gets the demo's model into the cache
   prepare     reads and filters the prompts          -> RUN/prompts (regenerate does it by itself)
-  regenerate  the target answers the prompts         -> RUN/answers
+  regenerate  the target answers the prompts         -> RUN/answers, here or by --endpoints of its servers
+  data-status prints what became of every prompt and turn so far, also while regenerate is at work
+  dataset     answers as Parquet, with a quality report -> RUN/dataset, also to the Hub
   features    the target reads its answers once      -> RUN/cache, what train --features offline reads
   train       trains the drafter through DeepSpeed   -> RUN/drafter
   eval        decodes and measures                   -> RUN/results.json, RUN/report.md
@@ -83,7 +85,7 @@ stage=${1:-}
 case $stage in
   "") usage >&2 && exit 2 ;;
   -h | --help | help) usage && exit 0 ;;
-  setup | target | prepare | regenerate | features | train | eval | calibrate | compare | export | inspect | verify | bench | demo | test) shift ;;
+  setup | target | prepare | regenerate | data-status | dataset | features | train | eval | calibrate | compare | export | inspect | verify | bench | demo | test) shift ;;
   *) echo "launch.sh: unknown stage '$stage'; bash launch.sh --help lists them" >&2 && exit 2 ;;
 esac
 
@@ -115,7 +117,8 @@ case $stage in
   setup) exec "$py" -m data.environment report "$@" ;;
   target) exec "$py" -m data.fetch_target "$@" ;;
   prepare) exec "$py" -m data.prepare "$@" ;;
-  regenerate) exec "$py" -m data.regenerate "$@" ;;
+  data-status) exec "$py" -m data.status "$@" ;;
+  dataset) exec "$py" -m data.dataset "$@" ;;
   calibrate) exec "$py" -m eval.calibrate "$@" ;;
   export) exec "$py" -m eval.export "$@" ;;
   inspect) exec "$py" -m eval.inspection "$@" ;;
@@ -132,9 +135,11 @@ case $stage in
     wants_help "$@" || "$py" -m data.environment report "$@"
     exec "$py" -m data.demo "$@"
     ;;
-  train | eval | features)
-    if wants_help "$@"; then
+  train | eval | features | regenerate)
+    # Of a machine without NVIDIA's tools there is nothing to ask: one process answers.
+    if wants_help "$@" || [[ $stage == regenerate && ! $(command -v nvidia-smi) ]]; then
       case $stage in
+        regenerate) exec "$py" -m data.regenerate "$@" ;;
         train) exec "$py" training/train_drafter.py "$@" ;;
         eval) exec "$py" -m eval.run_eval "$@" ;;
         features) exec "$py" -m data.make_features "$@" ;;

@@ -134,6 +134,7 @@ def launcher(argv: list[str]) -> list[str]:
     """
     import torch
 
+    from data.engines import LOCAL, engine_name
     from data.settings import parse_arguments
 
     stage, *words = argv
@@ -146,8 +147,9 @@ def launcher(argv: list[str]) -> list[str]:
         # A GPU that the CPU run must not see would still be counted by the launcher.
         accelerator += ["CUDA_VISIBLE_DEVICES="] if device == "cpu" else []
         return ["env", *accelerator, sys.executable, *start, "training/train_drafter.py"]
-    module = {"eval": "eval.run_eval", "features": "data.make_features"}[stage]
-    if count > 1 and not config.device_map:  # one target over all of them
+    module = {"eval": "eval.run_eval", "features": "data.make_features", "regenerate": "data.regenerate"}[stage]
+    alone = stage == "regenerate" and engine_name(config) != LOCAL  # servers have the GPUs
+    if count > 1 and not config.device_map and not alone:  # one target over all of them
         start = ["-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_port", str(free_port())]
         return [sys.executable, *start, "-m", module]
     return [sys.executable, "-m", module]
