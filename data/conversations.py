@@ -115,7 +115,7 @@ def _found(row: dict, columns: Columns) -> tuple[str, object]:
     for name in names:
         if row.get(name) is not None and (name != "data" or isinstance(row[name], list)):
             return name, row[name]
-    null = [name for name in names if name in row]
+    null = [name for name in names if name in row and row[name] is None]
     if null:
         raise Unusable("a null conversation", f"{' and '.join(null)}: null")
     raise Unusable(NO_COLUMN, ", ".join(map(str, list(row)[:20])) or "none at all")
