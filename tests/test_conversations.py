@@ -87,7 +87,7 @@ CASES = {
         None,
     ),
     "other names of roles": (
-        {"messages": [{"role": who, "content": said} for who, said in zip(("Human", "model", "prompter"), "qar")]},
+        {"messages": [{"role": r, "content": c} for r, c in {"Human": "q", "model": "a", "prompter": "r"}.items()]},
         ["q", "r"],
         ["a"],
     ),
