@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from data.chat import messages_of, turn_text
 from data.contamination import Contamination
@@ -94,20 +96,24 @@ class Filters:
         return prompt
 
 
-def language_identifier(languages: tuple[str, ...] = ()):
-    """A function from text to its language's code, or `und`: py3langid, a classifier of 97 languages.
+def language_identifier(languages: tuple[str, ...] = ()) -> Callable[[str], str]:
+    """A function from text to its language's code, or `und`, by py3langid.
 
     Raises ValueError when `languages` holds a code that it does not know.
     """
-    from py3langid.langid import MODEL_FILE, LanguageIdentifier
-
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True, min_confidence=_SURE)
+    identifier = _identifier()
     known = {str(label) for label in identifier.labels}
     for language in languages:
         if language not in known | {UNKNOWN}:
             raise ValueError(f"languages: {language!r} is unknown: choose from {' '.join(sorted(known))} {UNKNOWN}")
-
     return lambda text: identifier.classify(text[:_ENOUGH])[0]
+
+
+@cache
+def _identifier():
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier  # imported late: its model takes a second to load
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True, min_confidence=_SURE)
 
 
 def _identity(prompt: Prompt) -> str:

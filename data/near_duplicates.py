@@ -30,11 +30,14 @@ class NearDuplicates:
         self._seen = Seen()
 
     def keys(self, text: str) -> list[int]:
-        """The hash of each band."""
-        ids = word_ids(words(text))
-        grams_G = np.unique(gram_hashes(ids, min(GRAM, max(1, len(ids)))))
-        if not len(grams_G):  # signs alone
-            grams_G = np.array([hash_of(normalised(text))], dtype=np.uint64)
+        """The hash of each band of a text's minima."""
+        ids_W = word_ids(words(text))
+        if not len(ids_W):  # signs alone
+            return self.keys_of(np.array([hash_of(normalised(text))], dtype=np.uint64))
+        return self.keys_of(gram_hashes(ids_W, min(GRAM, len(ids_W))))
+
+    def keys_of(self, grams_G: np.ndarray) -> list[int]:
+        grams_G = np.unique(grams_G)
         minima_P = np.full(PERMUTATIONS, np.iinfo(np.uint64).max, dtype=np.uint64)
         for start in range(0, len(grams_G), _CHUNK):
             mixed_GP = grams_G[start : start + _CHUNK, None] * self._odd_P + self._shift_P
