@@ -18,7 +18,7 @@ _AT_LEAST_1 = (
 )
 _AT_LEAST_0 = (
     "answer_temperature top_k time_budget num_taps draft_vocab_size global_batch_size loss_chunk train_eval_tokens "
-    "eval_prompts near_tie trace_prompts"
+    "eval_prompts near_tie trace_prompts agreement_rows"
 )
 
 

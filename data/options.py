@@ -6,13 +6,14 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from data.dataset_options import DatasetOptions
 from data.option import option
 from data.option_checks import check_options
 from data.prompt_options import PromptOptions
 
 
 @dataclass
-class RunConfig(PromptOptions):
+class RunConfig(PromptOptions, DatasetOptions):
     """Our options. `training` holds the keys of transformers.TrainingArguments as given, unparsed."""
 
     run_dir: str = option("runs/demo", "folder of everything that the run writes")
@@ -159,7 +160,7 @@ class RunConfig(PromptOptions):
     lambda_horizon: float = option(
         1.0, "fraction of the run over which the share of the base loss goes from lambda_start to lambda_end", "train"
     )
-    max_row_length: int = option(640, "rows are cut here (tokens)", "features train")
+    max_row_length: int = option(640, "rows are cut here (tokens)", "features train dataset")
     packing: bool = option(
         False, "several conversations share a row of max_row_length tokens, each for itself", "train"
     )
@@ -217,17 +218,17 @@ class RunConfig(PromptOptions):
         ["builtin"],
         "builtin (held-out prompts of the generator), gsm8k math500 aime25 humaneval mbpp mt-bench alpaca "
         'livecodebench, or paths of JSONL files of {"turns": [...]}',
-        "eval calibrate demo train",
+        "dataset eval calibrate demo train",
     )
     benchmark_dir: str = option(
         "",
         "folder of NAME.jsonl files that stand for the benchmarks of the Hub",
-        "prepare regenerate eval calibrate demo train",
+        "prepare regenerate dataset eval calibrate demo train",
     )
     eval_prompts: int = option(
         16,
         "prompts of each benchmark, chosen by the seed; 0 means as many as the published tables",
-        "prepare regenerate eval calibrate demo setup train bench",
+        "prepare regenerate dataset eval calibrate demo setup train bench",
     )
     max_new_tokens: int = option(64, "tokens emitted for each prompt", "eval calibrate demo verify train inspect bench")
     methods: list[str] = option(
@@ -292,8 +293,6 @@ class RunConfig(PromptOptions):
     format: Literal["transformers", "zlab", "deepspec", "speculators", "modelopt"] = option(
         "transformers", "what the exported folder is for: transformers' AutoModel, or another program's names", "export"
     )
-    push_to_hub: str = option("", "OWNER/NAME of the Hub repository to upload the exported folder to", "export")
-    private: bool = option(False, "create that repository as a private one", "export")
     allow_extra: bool = option(
         False,
         "go on when a drafter holds keys or tensors that are not known here",

@@ -68,16 +68,18 @@ class PromptOptions:
         0.0,
         "leave out prompts whose word 3-grams agree with a kept one's to this share, such as 0.8 (Jaccard similarity, "
         "by MinHash); 0 is off",
-        "prepare regenerate",
+        "prepare regenerate dataset",
     )
     decontaminate: list[str] = option(
         [],
         "leave out prompts that share words in a row with the prompts of these benchmarks: names or files, as for "
         "benchmarks",
-        "prepare regenerate",
+        "prepare regenerate dataset",
     )
     decontaminate_words: int = option(
-        13, "how many words in a row; a shorter benchmark prompt is found where it is held whole", "prepare regenerate"
+        13,
+        "how many words in a row; a shorter benchmark prompt is found where it is held whole",
+        "prepare regenerate dataset",
     )
 
 

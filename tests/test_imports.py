@@ -27,10 +27,11 @@ DECLARED = {
         "jinja2",
         "peft",
         "pyarrow",
+        "matplotlib",
         "openai",
     },
 }
-DECLARED["eval"] = DECLARED["data"] | {"matplotlib"}
+DECLARED["eval"] = DECLARED["data"]
 DECLARED["training"] = DECLARED["eval"] | {"deepspeed", "accelerate", "peft", "wandb"}
 FILES = [path for package in ORDER for path in sorted((ROOT / package).rglob("*.py"))]
 

@@ -17,6 +17,7 @@ STAGES = {
     "target": ["data/fetch_target.py"],
     "prepare": ["data/prepare.py"],
     "regenerate": ["data/regenerate.py"],
+    "dataset": ["data/dataset.py"],
     "features": ["data/make_features.py"],
     "train": ["training/train_drafter.py"],
     "eval": ["eval/run_eval.py"],

@@ -1,0 +1,274 @@
+"""Stage `dataset`: the answers of a run as a data set that others can load, with a report on their quality.
+
+    bash launch.sh dataset [CONFIG] [--key value ...]
+    bash launch.sh dataset CONFIG --push_to_hub OWNER/NAME --private
+    bash launch.sh dataset CONFIG --report_only --agreement_rows 0        the report alone, without the target
+
+Reads RUN/answers and RUN/prompts and writes RUN/dataset: data/train-N-of-N.parquet (data/records.py has the columns),
+README.md (the card), manifest.json (where the rows come from; what `train --answers RUN/dataset` checks), report.json,
+report.md and report.png. The folder appears whole or not at all; a killed run goes on behind its last whole shard. The
+same answers give the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data import card, quality, quality_report
+from data.answers import MANIFEST, check_origin, make_folder, read_manifest, target_identity
+from data.benchmarks import load_benchmark
+from data.chat import ChatFormat, template_fingerprint
+from data.contamination import Contamination
+from data.disk import replace_folder, written
+from data.fetch_target import resolve_target
+from data.filters import language_identifier
+from data.hub import check_access, push, without_paths
+from data.prompt_store import Prepared
+from data.records import Record, answered, read_shards
+from data.rows import Rows, open_rows
+from data.settings import RunConfig, run_stage
+from data.shards import count_rows, finished_shards, hash_file, name_shards, write_shards
+
+FOLDER, VERSION = "dataset", 1
+REPORT = ("report.json", "report.md", "report.png")
+_KEY = "key"  # of an unfinished folder
+_NEAR = 0.8  # where the run does not say what near duplicates are
+# Files that an earlier upload may have left; what others put into the repository stays.
+_OWN_FILES = [f"data/train-{'[0-9]' * 5}-of-{'[0-9]' * 5}.parquet", MANIFEST, *REPORT]
+
+
+def main(argv: list[str]) -> int:
+    return run_stage("dataset", argv, dataset)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a data set is made of.
+
+    Attributes:
+        path: of the target.
+        about: what the manifest says of its origin.
+        key: changes with any of it.
+    """
+
+    rows: Rows
+    prompts: Prepared
+    tokenizer: object
+    path: str
+    about: dict
+    key: str
+
+
+def dataset(config: RunConfig) -> None:
+    """Runs the stage. Raises ValueError for a user's mistake."""
+    if config.push_to_hub and config.report_only:
+        raise ValueError("push_to_hub: with report_only there is no data set to upload")
+    if config.push_to_hub:
+        check_access(config.push_to_hub)
+    material, folder = collect(config), Path(config.path(FOLDER))
+    if config.report_only:
+        _report_alone(config, material, folder)
+        return
+    wanted = report_settings(config)
+    finished = read_manifest(str(folder))
+    if finished.get("key") == material.key and finished.get("report") == wanted:
+        print(f"dataset: finished already, {finished['rows']} rows in {folder}")
+    else:
+        _write(config, material, folder, wanted)
+    if config.push_to_hub:
+        where = push(folder, config.push_to_hub, config.private, "dataset", "data set", _OWN_FILES)
+        print(f"uploaded: {where}")
+
+
+def collect(config: RunConfig) -> Material:
+    """Opens and checks answers, prompts and tokenizer. Raises ValueError when something is missing or unfinished."""
+    from transformers import AutoTokenizer
+
+    answers = config.path("answers")
+    manifest = read_manifest(answers)
+    if not manifest:
+        raise ValueError(f"the answers in {answers} are missing; run: bash launch.sh regenerate CONFIG")
+    if not manifest.get("finished") and not config.allow_partial:
+        raise ValueError(
+            f"the answers in {answers} are not finished: run bash launch.sh regenerate CONFIG to its end, or give "
+            "--allow_partial for a data set of those that are there"
+        )
+    path, form = resolve_target(config), ChatFormat.of(config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target: cannot read the tokenizer of {path}: {str(error).splitlines()[0]}") from error
+    now = {"target_identity": target_identity(path), "template": template_fingerprint(tokenizer, form)}
+    check_origin(manifest, now | {"quantization": config.quantization}, answers, form)
+    prompts = Prepared(config.path("prompts"))
+    if manifest.get("prompts", {}).get("fingerprint", prompts.fingerprint) != prompts.fingerprint:
+        raise ValueError(
+            f"the answers in {answers} were asked with other prompts than those in {prompts.folder}: prepare them with "
+            "the options of then, or delete both folders and run: bash launch.sh regenerate CONFIG"
+        )
+    rows = open_rows(answers)
+    if not len(rows):
+        raise ValueError(f"{answers} holds no answer")
+    about = without_paths(
+        {
+            "settings": manifest.get("settings", {}),
+            "partial": not manifest.get("finished"),
+            "counts": {} if not manifest.get("finished") else manifest.get("counts", {}),
+            "prompts": {name: prompts.manifest.get(name) for name in ("fingerprint", "settings", "sources", "counts")},
+        }
+    )
+    told = [VERSION, rows.digest, prompts.manifest["content"], about]
+    key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    return Material(rows, prompts, tokenizer, path, about, key)
+
+
+def report_settings(config: RunConfig) -> dict:
+    """What decides a report beside the rows."""
+    return without_paths(
+        {
+            "agreement_rows": config.agreement_rows,
+            "near_duplicates": config.near_duplicates or _NEAR,
+            "benchmarks": list(dict.fromkeys([*config.benchmarks, *config.decontaminate])),
+            "eval_prompts": config.eval_prompts,
+            "decontaminate_words": config.decontaminate_words,
+            "max_row_length": config.max_row_length,
+            "seed": config.seed,
+        }
+    )
+
+
+def _write(config: RunConfig, material: Material, folder: Path, wanted: dict) -> None:
+    make_folder(config.run_dir, "run_dir")
+    with _unfinished(folder.with_name(f".{folder.name}.partial"), material.key) as partial:
+        shards = finished_shards(partial / "data")
+        done, total = count_rows(shards), len(material.rows)
+        if done:
+            print(f"dataset: goes on behind {done} rows in {len(shards)} whole shards")
+        records = answered(material.rows, material.prompts, material.tokenizer, done)
+        with tqdm(records, "data set", total, initial=done, unit="row") as bar:
+            shards = write_shards(partial / "data", bar)
+        report = make_report(config, material, read_shards(shards))
+        with written(f"the data set {folder}"):
+            shards = name_shards(shards)
+            files = [{"file": f"data/{p.name}", "rows": count_rows([p]), "sha256": hash_file(p)} for p in shards]
+            manifest = {"version": VERSION, "finished": True, "rows": total, "key": material.key}
+            manifest |= {"fingerprint": _fingerprint(files, material.about), "report": wanted, "shards": files}
+            manifest |= material.about
+            _write_report(report, partial, material)
+            _write_manifest(manifest, partial)
+            text = card.dataset_card(manifest, report, config.target, config.push_to_hub)
+            (partial / "README.md").write_text(text, encoding="utf-8")
+            (partial / _KEY).unlink()
+            replace_folder(partial, folder)
+    print(f"dataset: {total} rows in {len(shards)} Parquet files in {folder}, fingerprint {manifest['fingerprint']}")
+    _say(report, folder, material)
+
+
+@contextlib.contextmanager
+def _unfinished(partial: Path, key: str) -> Iterator[Path]:
+    """The folder under work, emptied when it was begun with other rows. Raises ValueError while another process has it.
+
+    It stays when the work fails, so that the next run goes on.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    with open(partial.with_suffix(".lock"), "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"run_dir: another process is writing the data set in {partial}") from None
+        begun = partial / _KEY
+        if not begun.is_file() or begun.read_text() != key:
+            shutil.rmtree(partial)
+            partial.mkdir()
+            begun.write_text(key)
+        yield partial
+
+
+def _fingerprint(files: list[dict], about: dict) -> str:
+    """Of the rows and of where they come from."""
+    told = [[file["sha256"] for file in files], about]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def make_report(config: RunConfig, material: Material, records: Iterable[Record]) -> dict:
+    """The quality report of the rows."""
+    contamination, missing = evaluation_prompts(config)
+    # Without languages wanted the preparation has detected none.
+    identify = language_identifier()
+    with tqdm(records, "quality", len(material.rows), unit="row") as bar:
+        report = quality.measure(
+            bar,
+            len(material.rows),
+            config.max_row_length,
+            config.near_duplicates or _NEAR,
+            contamination,
+            identify,
+            config.agreement_rows,
+            (lambda rows: quality.target_agreement(config, material.path, rows)) if config.agreement_rows else None,
+        )
+    return report | {"not_looked_for": missing}
+
+
+def evaluation_prompts(config: RunConfig) -> tuple[Contamination | None, dict[str, str]]:
+    """An index of what evaluation asks, and why a benchmark is not in it (the Hub cannot be reached)."""
+    found, missing = {}, {}
+    for name in dict.fromkeys([*config.benchmarks, *config.decontaminate]):
+        try:
+            loaded = load_benchmark(name, config.eval_prompts, config.seed, config.benchmark_dir)
+            found[loaded.name] = loaded.prompts
+        except ValueError as error:
+            missing[without_paths(name)] = " ".join(str(error).split())[:160]
+    return Contamination(found, config.decontaminate_words) if found else None, missing
+
+
+def _write_report(report: dict, folder: Path, material: Material) -> None:
+    text, table, picture = (folder / name for name in REPORT)
+    text.write_text(json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    table.write_text(quality_report.markdown(report, _greedy(material)), encoding="utf-8")
+    quality_report.draw(report, picture)
+
+
+def _report_alone(config: RunConfig, material: Material, folder: Path) -> None:
+    """report.* in RUN/dataset; a data set that is there stays as it is."""
+    report = make_report(config, material, answered(material.rows, material.prompts, material.tokenizer))
+    make_folder(str(folder), "run_dir")
+    with written(f"the report in {folder}"):
+        _write_report(report, folder, material)
+        manifest = read_manifest(str(folder))
+        if manifest.get("key") == material.key:
+            _write_manifest(manifest | {"report": report_settings(config)}, folder)
+    _say(report, folder, material)
+
+
+def _write_manifest(manifest: dict, folder: Path) -> None:
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _greedy(material: Material) -> bool:
+    return not material.about["settings"].get("answer_temperature")
+
+
+def _say(report: dict, folder: Path, material: Material) -> None:
+    share = quality_report.agreement_share(report)
+    agreement = "" if share is None else f", {share:.1%} of sampled labels are the target's argmax"
+    eos = report["stops"].get("eos", 0) / report["rows"]
+    print(
+        f"report: {report['supervised_tokens']} supervised tokens, {eos:.0%} end by eos{agreement}; "
+        f"{folder / 'report.md'}"
+    )
+    for line in quality_report.warnings(report, _greedy(material)):
+        print(f"  warning: {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
