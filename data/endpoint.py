@@ -27,7 +27,8 @@ from data.replies import NOT_JSON, BadReply, Reply, parse_reply
 from data.settings import RunConfig
 
 IDS, TEXT, MESSAGES = "token ids", "text", "messages"
-FULL, TRANSFORMERS, PLAIN_FIELDS = "all knobs", "a generation config", "plain fields"
+FULL, TRANSFORMERS = "all knobs", "a generation config"
+TEMPLATE_ARGUMENTS, PLAIN_FIELDS = "the template's arguments", "plain fields"
 _REST_AFTER = 5  # failures in a row
 _LONGEST_PAUSE = 60.0
 _LONGEST_RETRY_AFTER = 600.0
@@ -57,7 +58,7 @@ class Form:
 
     Attributes:
         prompt: `IDS`, `TEXT` or `MESSAGES`.
-        fields: `FULL`, `TRANSFORMERS` or `PLAIN_FIELDS`.
+        fields: `FULL`, `TRANSFORMERS`, `TEMPLATE_ARGUMENTS` (of messages alone) or `PLAIN_FIELDS`.
         without_bos: the text's first token is left to the server, which adds it.
     """
 
@@ -119,7 +120,7 @@ class Endpoint:
         failures: in a row.
     """
 
-    def __init__(self, address: str, config: RunConfig, asking: Asking, pause: float = 1.0):
+    def __init__(self, address: str, config: RunConfig, asking: Asking, pause: float):
         self.asking, self.config = asking, config
         parts = urlsplit(address)
         self.name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -128,6 +129,9 @@ class Endpoint:
             base_url=address,
             api_key=self._key or "none",
             max_retries=0,  # retried by us, at whichever endpoint is free
+            # A connection serves one request: what a server sends beyond its reply (a proxy that repeats one) would be
+            # read as the reply to the next request, and be another row's answer.
+            default_headers={"Connection": "close"},
             timeout=openai.Timeout(config.server_timeout, connect=min(10.0, config.server_timeout)),
         )
         self._pause = pause
@@ -222,13 +226,15 @@ class Endpoint:
     def _forms(self) -> Iterator[Form]:
         api = self.config.server_api
         # Without the knobs they stand for, plain fields would draw from another distribution.
-        kinds = (FULL, TRANSFORMERS, PLAIN_FIELDS) if self.asking.sampling.plain else (FULL, TRANSFORMERS)
+        plain = self.asking.sampling.plain
+        kinds = (FULL, TRANSFORMERS, PLAIN_FIELDS) if plain else (FULL, TRANSFORMERS)
         if api != "chat":
             for prompt in (IDS, TEXT):
                 yield from (Form(prompt, fields) for fields in kinds)
             if self.asking.tokenizer.bos_token:
                 yield from (Form(TEXT, fields, without_bos=True) for fields in kinds)
         if api != "completions":
+            kinds = (FULL, TRANSFORMERS, TEMPLATE_ARGUMENTS, PLAIN_FIELDS) if plain else (FULL, TRANSFORMERS)
             yield from (Form(MESSAGES, fields) for fields in kinds)
 
     async def _find_model(self) -> str:
@@ -283,7 +289,7 @@ class Endpoint:
 
     def _of_status(self, error: openai.APIStatusError) -> Trouble:
         status, wait = error.status_code, _retry_after(error.response.headers.get("retry-after"))
-        detail = self._clean(error.message)
+        detail = self._clean(_said(error))
         if status in (401, 403):  # of the endpoint, whatever is asked
             hint = f"{detail}; the key is read from the environment variable {self.config.server_key_variable}"
             return Trouble(f"HTTP {status}", hint, blames_row=False)
@@ -302,6 +308,14 @@ class Endpoint:
 def backoff(base: float, failures: int) -> float:
     """Seconds to wait after so many failures: doubled each time, up to a minute, drawn from the upper half."""
     return min(_LONGEST_PAUSE, base * 2.0 ** min(failures - 1, 30)) * random.uniform(0.5, 1.0)
+
+
+def _said(error: openai.APIStatusError) -> str:
+    """What the server itself says, in the places where servers say it."""
+    said = error.body
+    for name in ("error", "message", "detail"):
+        said = said.get(name, said) if isinstance(said, dict) else said
+    return said if isinstance(said, str) else json.dumps(said) if said else error.message
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -22,6 +22,7 @@ from data.replies import AnswerReader, BadReply
 from data.settings import RunConfig, StageError
 
 _FLUSH_SECONDS, _FLUSH_ROWS = 0.5, 256
+_PAUSE = 1.0  # seconds after a first failure; after further ones longer
 
 
 @dataclass
@@ -38,7 +39,6 @@ class ServerEngine:
     Args:
         eos_ids, closing: where the target stops, and the one of them with which its template closes a turn.
         vocab_size: token ids lie below it.
-        pause: the first pause after a failure, in seconds; later ones are longer.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class ServerEngine:
         eos_ids: tuple[int, ...],
         closing: int,
         vocab_size: int,
-        pause: float = 1.0,
     ):
-        self.config, self.pause = config, pause
+        self.config = config
         self.asking = Asking(tokenizer, ChatFormat.of(config), eos_ids, Sampling.of(config))
         self.reader = AnswerReader(tokenizer, eos_ids, closing, config.max_answer_length, vocab_size)
 
@@ -62,7 +61,7 @@ class ServerEngine:
 class _Run:
     def __init__(self, engine: ServerEngine, work: Work):
         self.config, self.engine, self.work = engine.config, engine, work
-        self.endpoints = [Endpoint(a, engine.config, engine.asking, engine.pause) for a in engine.config.endpoints]
+        self.endpoints = [Endpoint(a, engine.config, engine.asking, _PAUSE) for a in engine.config.endpoints]
         self.jobs: asyncio.Queue[_Job] = asyncio.Queue()
         # Twice as many conversations as requests: the line is never empty while there are any.
         self.room = asyncio.Semaphore(2 * len(self.endpoints) * engine.config.server_concurrency)
@@ -142,7 +141,7 @@ class _Run:
         if job.tries >= self.config.server_attempts:
             self._take(job, Outcome(job.question.id, FAILED, reason, detail))
         else:
-            wait = backoff(self.engine.pause, failures)
+            wait = backoff(_PAUSE, failures)
             asyncio.get_running_loop().call_later(wait, self.jobs.put_nowait, job)
 
     def _take(self, job: _Job, result: AnswerRow | Outcome) -> None:
