@@ -61,6 +61,8 @@ def _check_engine(options: RunConfig) -> None:
     for name in ("server_timeout", "server_patience"):
         if getattr(options, name) <= 0:
             raise ValueError(f"{name} must be above 0, got {getattr(options, name)}")
+    if options.server_concurrency > 1000:  # connections of the client
+        raise ValueError(f"server_concurrency must be at most 1000, got {options.server_concurrency}")
     for endpoint in options.endpoints:
         if not re.match(r"https?://[^/]", endpoint):
             raise ValueError(f"endpoints must be addresses such as http://127.0.0.1:8000/v1, got {endpoint!r}")
