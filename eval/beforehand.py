@@ -16,7 +16,7 @@ from data.prompts import Prompt
 from .budget import SIZES, BudgetChoice, choose_budget, verify_cost
 from .budget_policy import BudgetCalibration, calibrate_budget, unmeasured
 from .decoding.loop import generate
-from .decoding.request import Request, check_requests
+from .decoding.request import Answer, Request, check_requests
 from .plans import configured_plan, tree_options
 from .records import FIXED, Plan
 from .report import write_whole
@@ -65,28 +65,35 @@ def _longest(session: Session, asked: Asked) -> Request:
     return Request([0] * length, session.config.max_new_tokens, name)
 
 
-def choose(session: Session, store: Store, asked: Sequence[Asked]) -> BudgetChoice:
-    """The budget for this machine, from training prompts only; kept for a resumed evaluation.
+def choose(session: Session, store: Store, asked: Sequence[Asked]) -> dict[float, BudgetChoice]:
+    """The budget for this machine at each temperature, from training prompts only; kept for a resumed evaluation.
+
+    Sampled text is accepted less deep than greedy text, so that no temperature's choice holds for another one.
 
     Raises ValueError when what is kept was chosen on a prompt that is evaluated now.
     """
-    if store.choice is not None:
-        _refuse_used(session, store, asked)
-        return store.choice
     config = session.config
-    answers = []
-    prompts = _training_prompts(session, store, asked)
-    for ids in tqdm(prompts, desc="budget: acceptance on training prompts"):
-        proposer = session.proposer("dartree_pruned")
-        answers += generate(session.target, proposer, [Request(ids, min(48, config.max_new_tokens))])
-    sizes = [*(s for s in SIZES if s < config.budget), config.budget]
-    context = len(ids) + config.max_new_tokens // 2
-    # The first answer warms up.
-    choice = choose_budget(
-        answers[1:] or answers, verify_cost(session.target, session.drafter.spec.target_layer_ids, sizes, context)
-    )
-    store.save_choice(choice)
-    return choice
+    if store.choices:
+        _refuse_used(session, store, asked)
+    missing = [t for t in dict.fromkeys(config.temperatures) if t not in store.choices]
+    if missing:
+        prompts = _training_prompts(session, store, asked)
+        sizes = [*(s for s in SIZES if s < config.budget), config.budget]
+        context = len(prompts[-1]) + config.max_new_tokens // 2
+        cost = verify_cost(session.target, session.drafter.spec.target_layer_ids, sizes, context)
+        for temperature in missing:
+            answers = _drafted(session, prompts, temperature)
+            store.save_choice(choose_budget(answers[1:] or answers, cost, temperature))  # the first one warms up
+    return {t: store.choices[t] for t in config.temperatures}
+
+
+def _drafted(session: Session, prompts: Sequence[list[int]], temperature: float) -> list[Answer]:
+    """The answers to training prompts, one at a time, by dartree_pruned at the configured budget."""
+    answers, limit = [], min(48, session.config.max_new_tokens)
+    for number, ids in enumerate(tqdm(prompts, desc=f"budget: acceptance on training prompts, T={temperature:g}")):
+        request = Request(ids, limit, f"training prompt {number}")
+        answers += generate(session.target, session.proposer("dartree_pruned"), [request], temperature)
+    return answers
 
 
 def calibrate(session: Session, store: Store, asked: Sequence[Asked]) -> BudgetCalibration:

@@ -1,4 +1,4 @@
-"""One tree budget for a whole run: measured verify cost against acceptance on *training* prompts.
+"""One tree budget for each temperature of a run: measured verify cost against acceptance on *training* prompts.
 
 A larger tree is accepted deeper but costs more to verify. Nodes of a pruned tree carry their best-first rank, and the
 tree of budget b is exactly the nodes of rank < b, so that one run at the largest budget gives tau(b) for every smaller
@@ -25,10 +25,12 @@ SAME_SPEED = 0.98  # measured speeds this close are the same, and the smaller tr
 
 @dataclass
 class BudgetChoice:
-    """Attributes: budget: the chosen B; curve: a row {budget, tau, verify_ms, round_ms, tokens_per_second} a size."""
+    """Attributes: budget: the chosen B; curve: a row {budget, tau, verify_ms, round_ms, tokens_per_second} a size;
+    temperature: at which tau was measured, greedy where what was stored does not say it."""
 
     budget: int
     curve: list[dict]
+    temperature: float = 0.0
 
 
 @torch.inference_mode()
@@ -72,12 +74,12 @@ def tau_at(answers: list[Answer], budget: int) -> float:
     return statistics.fmean(taus) if taus else 1.0
 
 
-def choose_budget(answers: list[Answer], cost: dict[int, float]) -> BudgetChoice:
+def choose_budget(answers: list[Answer], cost: dict[int, float], temperature: float = 0.0) -> BudgetChoice:
     """The smallest budget within `SAME_SPEED` of the most expected tokens per measured second, which are
     tau(b) / (draft + tree + commit + verify(b)).
 
     Args:
-        answers: decoded by dartree_pruned at a budget no smaller than the largest size of `cost`.
+        answers: decoded by dartree_pruned at this temperature and a budget no smaller than the largest size of `cost`.
         cost: seconds of verification for each candidate budget.
     """
     rounds = [r for answer in answers for r in answer.rounds]
@@ -101,4 +103,5 @@ def choose_budget(answers: list[Answer], cost: dict[int, float]) -> BudgetChoice
             }
         )
     best = max(row["tokens_per_second"] for row in curve)
-    return BudgetChoice(next(r["budget"] for r in curve if r["tokens_per_second"] >= SAME_SPEED * best), curve)
+    chosen = next(row["budget"] for row in curve if row["tokens_per_second"] >= SAME_SPEED * best)
+    return BudgetChoice(chosen, curve, temperature)

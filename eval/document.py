@@ -118,17 +118,19 @@ def _quality_lines(results: dict, benchmark: str, temperature: float) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def budget_table(choice: dict | None) -> str:
-    """How the budget of this machine was chosen, in the fields of eval/budget.py."""
-    if not choice:
-        return ""
-    body = [
-        [str(row["budget"]), number(row["tau"], 2)]
-        + [number(row[key], 1) for key in ("verify_ms", "round_ms", "tokens_per_second")]
-        for row in choice["curve"]
-    ]
-    text = (
-        f"## Budget\n\nB={choice['budget']} is the smallest tree within 2 % of the most expected tokens per measured "
-        "second here; tau is that of dartree_pruned on training prompts, no evaluated prompt took part:\n\n"
-    )
-    return text + table(["B", "tau", "verify ms", "round ms", "tokens/s"], body)
+def budget_table(choices: list[dict] | None) -> str:
+    """How the budget of this machine was chosen at each temperature, in the fields of eval/budget.py."""
+    parts = ["## Budget\n"] if choices else []
+    for choice in choices or []:
+        body = [
+            [str(row["budget"]), number(row["tau"], 2)]
+            + [number(row[key], 1) for key in ("verify_ms", "round_ms", "tokens_per_second")]
+            for row in choice["curve"]
+        ]
+        parts.append(
+            f"At temperature {choice['temperature']:g}, B={choice['budget']} is the smallest tree within 2 % of the "
+            "most expected tokens per measured second here; tau is that of dartree_pruned on training prompts at this "
+            "temperature, no evaluated prompt took part:\n"
+        )
+        parts.append(table(["B", "tau", "verify ms", "round ms", "tokens/s"], body))
+    return "\n".join(parts)

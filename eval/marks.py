@@ -108,12 +108,18 @@ def others(config: RunConfig, mark: str) -> int:
 
 
 def already_done(config: RunConfig, fingerprint: str) -> bool:
-    """True when RUN/results.json is of exactly these options, weights and benchmark files."""
+    """True when RUN/results.json is of exactly these options, weights and benchmark files.
+
+    Results from before the budget was chosen for each temperature hold one choice, made in greedy decoding: where
+    anything was sampled they are not done.
+    """
     path = Path(config.path("results.json"))
     if not path.is_file():
         return False
     # Read without a check of its version: results of an older schema, and broken ones, are simply written anew.
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["settings"]["fingerprint"] == fingerprint
-    except (ValueError, KeyError, TypeError):
+        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        greedy_choice = isinstance(settings.get("budget_choice"), dict)
+        return settings["fingerprint"] == fingerprint and not (greedy_choice and any(config.temperatures))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -120,8 +120,10 @@ def _target_weights(trained_on: str, identity: str) -> str:
 
 
 def _best_budget(results: dict | None) -> int | None:
-    """The tree size that evaluation chose by measured cost; it is this machine's, as all speeds are."""
-    return ((results or {}).get("settings", {}).get("budget_choice") or {}).get("budget")
+    """The tree size that evaluation chose by measured cost for greedy decoding, as the example decodes; it is this
+    machine's, as all speeds are."""
+    choices = (results or {}).get("settings", {}).get("budget_choice") or []
+    return next((choice["budget"] for choice in choices if choice["temperature"] == 0), None)
 
 
 def _title(form: str, spec: DrafterSpec) -> str:

@@ -72,7 +72,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_results(path: str | os.PathLike) -> dict:
-    """Reads a results.json. Raises ValueError, naming it, for a broken one and for another schema version."""
+    """Reads a results.json, an older one in today's form.
+
+    Raises ValueError, naming it, for a broken one and for another schema version.
+    """
     try:
         results = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -83,4 +86,7 @@ def read_results(path: str | os.PathLike) -> dict:
         raise ValueError(f"{path} has schema_version {results.get('schema_version')}, this code reads {SCHEMA_VERSION}")
     if not isinstance(results.get("settings"), dict):
         raise ValueError(f"{path} holds no settings")
+    if isinstance(choice := results["settings"].get("budget_choice"), dict):
+        # Before there was one for each temperature, the only choice was made in greedy decoding.
+        results["settings"]["budget_choice"] = [{**choice, "temperature": 0.0}]
     return results

@@ -19,7 +19,7 @@ if not __package__:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -109,7 +109,7 @@ def _evaluate(config: RunConfig, command: str, rank: int, ranks: int) -> None:
     asked = load_benchmarks(session)
     swept = _swept(config, asked)
     points = sweep_points(config, session.drafter.spec, methods)
-    work = Work(asked, _plans(session, methods, None), swept if points else None, points)
+    work = Work(asked, _plans(session, methods, {}), swept if points else None, points)
     check_memory(session, [(part, plans) for _, part, _, plans in work.parts], next(iter(work.plans.values())))
     if rank == 0 and (count := others(config, mark)):
         print(
@@ -117,10 +117,10 @@ def _evaluate(config: RunConfig, command: str, rank: int, ranks: int) -> None:
             "another machine"
         )
     store = Store(config, mark, rank)
-    choice = None
+    choices = {}
     if "dartree_pruned" in methods and config.choose_budget:
-        choice = _shared(lambda: choose(session, store, asked), rank, ranks)
-        work.plans = _plans(session, methods, choice.budget)
+        choices = _shared(lambda: choose(session, store, asked), rank, ranks)
+        work.plans = _plans(session, methods, choices)
     if "dartree_pruned" in methods and "cost-aware" in config.budget_policy:
         session.calibration = _shared(lambda: calibrate(session, store, asked), rank, ranks)
     if rank == 0:
@@ -130,12 +130,16 @@ def _evaluate(config: RunConfig, command: str, rank: int, ranks: int) -> None:
         dist.barrier()
     if rank == 0:
         store = Store(config, mark, rank)
-        finish(session, store, work, choice, whole, command=command, git_commit=commit, git_commits=store.commits)
+        finish(
+            session, store, work, choices.values(), whole, command=command, git_commit=commit, git_commits=store.commits
+        )
 
 
-def _plans(session: Session, methods: Sequence[str], budget: int | None) -> dict[float, list[Plan]]:
-    config = session.config
-    return {t: main_plans(config, session.drafter.spec, methods, budget, t) for t in dict.fromkeys(config.temperatures)}
+def _plans(session: Session, methods: Sequence[str], choices: Mapping[float, BudgetChoice]) -> dict[float, list[Plan]]:
+    """The plans of each temperature, with those at the budget that was chosen for it."""
+    config, spec = session.config, session.drafter.spec
+    budgets = {t: choices[t].budget if t in choices else None for t in config.temperatures}
+    return {t: main_plans(config, spec, methods, budget, t) for t, budget in budgets.items()}
 
 
 def decode(session: Session, store: Store, work: Work) -> None:
@@ -176,7 +180,7 @@ def _shared(compute: Callable, rank: int, ranks: int):
 
 
 def finish(
-    session: Session, store: Store, work: Work, choice: BudgetChoice | None, fingerprint: str, **settings
+    session: Session, store: Store, work: Work, choices: Collection[BudgetChoice], fingerprint: str, **settings
 ) -> None:
     """Compares every greedy text with AR's, measures several requests at once, and writes the report.
 
@@ -186,7 +190,7 @@ def finish(
     config, target = session.config, session.target
     generations, prompts = collect(session, store, work)
     settings |= {
-        "budget_choice": asdict(choice) if choice else None,
+        "budget_choice": [asdict(choice) for choice in choices] or None,
         "budget_calibration": session.calibration.to_dict() if session.calibration else None,
         "ranks": session.ranks,
         "peak_memory_gb": peak_memory(generations),

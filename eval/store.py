@@ -34,8 +34,8 @@ class Store:
     counts only for the very prompt tokens that it answered: a benchmark file may have changed under its ids.
 
     Attributes:
-        choice: the budget of this machine.
-        used: `prompt_digest` of every training prompt that this choice, or the costs of a round, come from.
+        choices: the budget of this machine, by temperature.
+        used: `prompt_digest` of every training prompt that these choices, or the costs of a round, come from.
         commits: of the project, of every run that took part, the first one first.
     """
 
@@ -45,7 +45,7 @@ class Store:
         self.path = self.folder / f"rank-{rank}.jsonl"
         self.generations: dict[tuple[Asking, str, Ids], Generation] = {}
         self.generate_times: dict[tuple[Asking, Ids], tuple[int, float]] = {}
-        self.choice: BudgetChoice | None = None
+        self.choices: dict[float, BudgetChoice] = {}
         self.used: set[str] = set()
         self.commits: list[str] = []
         for path in sorted(self.folder.glob("rank-*.jsonl")):
@@ -57,7 +57,7 @@ class Store:
             drop_half_line(str(path.parent), path.name)
         for row in whole_rows(path):
             if "choice" in row:
-                self.choice = BudgetChoice(**row["choice"])
+                self._choose(BudgetChoice(**row["choice"]))
             elif "used" in row:
                 self.used.update(row["used"])
             elif "commit" in row:
@@ -92,8 +92,11 @@ class Store:
         self._append({"asking": where, "prompt_ids": prompt_ids, "time": time})
 
     def save_choice(self, choice: BudgetChoice) -> None:
-        self.choice = choice
+        self._choose(choice)
         self._append({"choice": asdict(choice)})
+
+    def _choose(self, choice: BudgetChoice) -> None:
+        self.choices[choice.temperature] = choice
 
     def add_used(self, digests: Iterable[str]) -> None:
         if new := sorted(set(digests) - self.used):

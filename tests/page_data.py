@@ -34,13 +34,17 @@ SETTINGS = {
     "command": "bash launch.sh eval configs/demo.yaml --methods all",
     "temperatures": [0.0, 1.0],
     "sweep_budget": [],
-    "budget_choice": {
-        "budget": 2,
-        "curve": [
-            {"budget": b, "tau": 1.5, "verify_ms": 10.0 + b, "round_ms": 12.0 + b, "tokens_per_second": 90.0 - b}
-            for b in (1, 2, 4)
-        ],
-    },
+    "budget_choice": [
+        {
+            "budget": chosen,
+            "curve": [
+                {"budget": b, "tau": 1.5, "verify_ms": 10.0 + b, "round_ms": 12.0 + b, "tokens_per_second": 90.0 - b}
+                for b in (1, 2, 4)
+            ],
+            "temperature": temperature,
+        }
+        for temperature, chosen in ((0.0, 2), (1.0, 1))
+    ],
     "budget_calibration": {
         "exponent": 1.2,
         "cost": {

@@ -131,9 +131,12 @@ def test_measured_tables_have_tau_speed_up_and_intervals():
 
 def test_the_tree_size_chosen_by_measured_cost_stands_in_the_example():
     results = results_of(["gsm8k"])
-    results["settings"]["budget_choice"] = {"budget": 12, "curve": []}
+    sampled, greedy = ({"budget": b, "curve": [], "temperature": t} for b, t in ((7, 1.0), (12, 0.0)))
+    results["settings"]["budget_choice"] = [sampled, greedy]
     assert "trust_remote_code=True, budget=12, max_new_tokens=64" in card_of(origin=Origin(HUB_ID, results=results))
-    assert "trust_remote_code=True, max_new_tokens=64" in card_of()
+    results["settings"]["budget_choice"] = [sampled]  # the example decodes greedily
+    plain = "trust_remote_code=True, max_new_tokens=64"
+    assert plain in card_of(origin=Origin(HUB_ID, results=results)) and plain in card_of()
 
 
 def test_a_reduced_vocabulary_is_said_for_the_file_that_holds_it():

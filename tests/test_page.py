@@ -214,9 +214,13 @@ def test_prompts_tokens_and_names_are_text(opened):
 def test_every_setting_is_on_the_page(opened):
     browser = opened()
     names = set(browser.value("[...document.querySelectorAll('#settings dt')].map((e) => e.textContent)"))
-    plain = {key for key, value in SETTINGS.items() if not isinstance(value, dict)} - {"command", "engine"}
+    shown_otherwise = {"command", "engine", "budget_choice"}
+    plain = {key for key, value in SETTINGS.items() if not isinstance(value, dict)} - shown_otherwise
     assert plain <= names and {"cpu", "gpus", "torch", "config.training.learning_rate", "steps"} <= names
     assert {"exponent", "cost.verify.3.ms", "curve.0.budget"} <= names
+    captions = browser.value("[...document.querySelectorAll('#settings figcaption')].map((e) => e.textContent)")
+    said = [f"Choice of the budget, temperature {t} B={b}" for t, b in ((0, 2), (1, 1))]
+    assert all(any(caption.startswith(words) for caption in captions) for words in said), captions
     assert SETTINGS["command"] in browser.value("document.getElementById('settings').textContent")
 
 

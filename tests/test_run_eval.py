@@ -63,7 +63,8 @@ def test_report_of_two_temperatures_with_all_turns(run, capsys):
     own = set(settings) - {field.name for field in fields(RunConfig)}
     assert own <= documented, own - documented
     assert settings["command"] == f"bash launch.sh eval {config}" and settings["num_proposals"] == 4
-    assert settings["budget_choice"]["budget"] in (3, 7, 8) and settings["peak_memory_gb"] > 0
+    assert [c["temperature"] for c in settings["budget_choice"]] == [0.0, 1.0]
+    assert all(c["budget"] in (3, 7, 8) for c in settings["budget_choice"]) and settings["peak_memory_gb"] > 0
     report = (folder / "report.md").read_text()
     assert "is the smallest tree within 2 % of the most expected tokens" in report
     assert "Command: `bash launch.sh eval" in report

@@ -3,7 +3,7 @@
 // Settings: a list for each group, and every key somewhere.
 function settingsSection(results) {
   const { hardware, versions, provenance, engine, command, ...rest } = results.settings;
-  const { budget_choice: chosen, budget_calibration: measured, ...options } = rest;
+  const { budget_choice: choices, budget_calibration: measured, ...options } = rest;
   const groups = [
     ["Options and drafter", { ...options, schema_version: results.schema_version }],
     ["Hardware", hardware],
@@ -11,7 +11,7 @@ function settingsSection(results) {
     ["Training engine", engine],
   ];
   const folded = [
-    ["Choice of the budget", chosen],
+    ...(choices ?? []).map((choice) => [choiceTitle(choice), choice]),
     ["Measurements for the cost-aware budget", measured],
     ["Provenance of the drafter, as its training wrote it", provenance],
   ];
@@ -20,7 +20,7 @@ function settingsSection(results) {
     "settings",
     "Settings",
     command ? el("pre", { class: "command" }, command) : null,
-    el("div", { class: "pair" }, budgetFigure(chosen), costFigure(measured)),
+    el("div", { class: "pair" }, (choices ?? []).map(budgetFigure), costFigure(measured)),
     groups.filter(present).map(([title, values]) => el("div", {}, el("h3", {}, title), settingsList(values))),
     folded.filter(present).map(([title, values]) => el("details", {}, el("summary", {}, title), settingsList(values))),
   );
@@ -40,8 +40,11 @@ function flatten(value, key = "") {
   return Object.entries(value).flatMap(([name, inner]) => flatten(inner, key ? `${key}.${name}` : name));
 }
 
+function choiceTitle(choice) {
+  return `Choice of the budget, temperature ${choice.temperature}`;
+}
+
 function budgetFigure(chosen) {
-  if (!chosen) return null;
   const series = [
     {
       name: "expected tokens/s",
@@ -64,7 +67,7 @@ function budgetFigure(chosen) {
       ordinal: true,
     });
   return figure(
-    "Choice of the budget",
+    choiceTitle(chosen),
     responsive(draw),
     `B=${chosen.budget}, from acceptance and measured cost on training prompts; no evaluated prompt took part`,
   );
