@@ -133,49 +133,65 @@ def _has_answers(config: RunConfig) -> bool:
 
 
 def _write(config: RunConfig, folder: str, settings: dict, old: dict) -> None:
+    """Reads the sources and writes the store, beside the old one until it is whole."""
     if not config.num_prompts and BUILTIN in config.prompts:
         raise ValueError("num_prompts 0 takes all rows of all sources, and the generator (builtin) has no last one")
     started = time.monotonic()
+    grows = old.get("settings") == settings
     # The same commit as before, or the first prompts of a longer run would be other ones.
-    versions = {s["name"]: s["version"] for s in old.get("sources", [])} if old.get("settings") == settings else {}
+    versions = {s["name"]: s["version"] for s in old["sources"]} if grows else {}
     sources = [open_source(name, "train", config.seed, versions.get(name, "")) for name in config.prompts]
     filters, evaluated = _filters(config)
-    names = [[source.name, source.version] for source in sources]
-    fingerprint = _hash([settings, names, evaluated])
-    if versions and fingerprint != old["fingerprint"] and _has_answers(config):
+    fingerprint = _hash([settings, [[source.name, source.version] for source in sources], evaluated])
+    if grows and fingerprint != old["fingerprint"] and _has_answers(config):
         raise ValueError(
             f"a source or benchmark is no longer the version of which {config.path('answers')} holds answers: delete "
             "RUN/prompts and RUN/answers, or choose another run_dir"
         )
     paths = {name: Path(folder, f"{name}.partial") for name in (PROMPTS, SKIPPED)}
-    with written("prompts", *paths.values()):
-        reading, writer, content = _fill(config, sources, filters, paths)
-        os.replace(paths[SKIPPED], Path(folder, SKIPPED))
-        if not reading.kept:
-            paths[PROMPTS].unlink()
-            _refuse_nothing(reading, folder)
-        manifest = {
-            "version": VERSION,
-            "num_prompts": config.num_prompts,
-            "settings": settings,
-            "fingerprint": fingerprint,
-            "content": content,
-            "sources": [
-                {"name": s.name, "version": s.version, "rows": s.count, "kept": writer.sources[s.name]} for s in sources
-            ],
-            "counts": {"read": reading.read, "kept": reading.kept, "skipped": dict(reading.skipped.most_common())},
-            "turns": writer.turns,
-            "domains": dict(writer.domains.most_common()),
-            "languages": dict(writer.languages.most_common()) if config.languages else {},
-            "evaluated": evaluated,
-            "contaminated": {name: filters.contaminated[name] for name in evaluated},
-            "seconds": round(time.monotonic() - started, 1),
-        }
-        Path(folder, MANIFEST).unlink(missing_ok=True)
-        os.replace(paths[PROMPTS], Path(folder, PROMPTS))
-        partial = Path(folder, f"{MANIFEST}.partial")
-        partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-        partial.replace(Path(folder, MANIFEST))
+    try:
+        with written("the prompts"):
+            reading, writer, content = _fill(config, sources, filters, paths)
+            manifest = {
+                "version": VERSION,
+                "num_prompts": config.num_prompts,
+                "settings": settings,
+                "fingerprint": fingerprint,
+                "content": content,
+                "sources": [
+                    {"name": s.name, "version": s.version, "rows": s.count, "kept": writer.sources[s.name]}
+                    for s in sources
+                ],
+                "counts": {"read": reading.read, "kept": reading.kept, "skipped": dict(reading.skipped.most_common())},
+                "turns": writer.turns,
+                "domains": dict(writer.domains.most_common()),
+                "languages": dict(writer.languages.most_common()) if config.languages else {},
+                "evaluated": evaluated,
+                "contaminated": {name: filters.contaminated[name] for name in evaluated},
+                "seconds": round(time.monotonic() - started, 1),
+            }
+            _put_in_place(folder, paths, manifest)
+    finally:
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+
+
+def _put_in_place(folder: str, paths: dict[str, Path], manifest: dict) -> None:
+    """Replaces the old store. Raises ValueError, leaving the side file alone, when nothing was kept."""
+    place = Path(folder, MANIFEST)
+    place.unlink(missing_ok=True)
+    paths[SKIPPED].replace(Path(folder, SKIPPED))
+    counts = manifest["counts"]
+    if not counts["kept"]:
+        reason, count = next(iter(counts["skipped"].items()), ("no row", 0))
+        raise ValueError(
+            f"prompts: {' '.join(s['name'] for s in manifest['sources'])}: no usable row among {counts['read']} "
+            f"({count} times: {reason}); {Path(folder, SKIPPED)} lists them"
+        )
+    paths[PROMPTS].replace(Path(folder, PROMPTS))
+    partial = place.with_suffix(".partial")
+    partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    partial.replace(place)
 
 
 def _fill(config: RunConfig, sources: list[Source], filters: Filters, paths: dict) -> tuple[Reading, Writer, str]:
@@ -219,14 +235,6 @@ def _filters(config: RunConfig) -> tuple[Filters, dict]:
         Contamination(benchmarks, config.decontaminate_words) if benchmarks else None,
     )
     return filters, {name: _hash(sorted(p.id for p in prompts)) for name, prompts in benchmarks.items()}
-
-
-def _refuse_nothing(reading: Reading, folder: str) -> None:
-    reason, count = next(iter(reading.skipped.most_common(1)), ("no row", 0))
-    raise ValueError(
-        f"prompts: {' '.join(s.name for s in reading.sources)}: no usable row among {reading.read} ({count} times: "
-        f"{reason}); {Path(folder, SKIPPED)} lists them"
-    )
 
 
 def _hash(content: object) -> str:

@@ -104,6 +104,7 @@ class Reading:
                 continue
             yield Kept(prompt, source.name, language)
         if unknown and unknown == number:
+            self._refuse_unnamed()
             raise ValueError(
                 f"prompts: no column of {source.name} is known to hold a conversation (it has {detail}): name one with "
                 "--messages_column or --prompt_column"
