@@ -71,11 +71,13 @@ def cached_rows(source: RowSource, folder: Path, only_one: bool) -> Rows:
         with WeakFileLock(folder / ".lock"):
             if not place.is_dir():
                 partial = folder / f"{place.name}.{os.getpid()}.partial"
-                with written(f"the table of rows {place}", partial):
-                    _make(source, partial)
-                with contextlib.suppress(OSError):  # another process was first
-                    partial.rename(place)
-                shutil.rmtree(partial, ignore_errors=True)
+                try:
+                    with written(f"the table of rows {place}"):
+                        _make(source, partial)
+                    with contextlib.suppress(OSError):  # another process was first
+                        partial.rename(place)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
                 for other in folder.iterdir() if only_one else ():
                     if other.is_dir() and other != place:
                         shutil.rmtree(other, ignore_errors=True)

@@ -3,20 +3,21 @@
     rows, manifest = open_answers(config)     # checked and memory-mapped
     rows[3].answer_ids, rows.answer_lengths   # data/row_table.py
 
-Rows come in the order of the prompts where RUN/prompts says it, so that training does not depend on which engine
-answered first; else in the order of the files.
+Rows come in the order of the prompts that they were asked with (RUN/prompts), so that training does not depend on who
+answered first; in the order of the files where that is not known.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from data.answers import MANIFEST, AnswerRow, read_manifest
+from pyarrow import parquet
+
+from data.answers import MANIFEST, AnswerRow, answer_files, parse_row, read_manifest
 from data.row_cache import RowSource, cached_rows, passing_rows
 from data.row_table import FEATURES, TOKENS, Rows, as_rows
 from data.settings import RunConfig
@@ -94,58 +95,72 @@ def local_source(source: str) -> str:
 
 
 def _find(folder: Path) -> RowSource:
-    jsonl = sorted(folder.glob("answers*.jsonl"), key=lambda path: (len(path.name), path.name))
-    if jsonl:
-        return RowSource(tuple(jsonl), read_jsonl)
-    parquet = sorted(folder.rglob("*.parquet"))
-    if not parquet:
+    files = answer_files(str(folder))
+    if files:
+        return RowSource(tuple(files), read_jsonl, _prompt_order(folder))
+    files = sorted(folder.rglob("*.parquet"))
+    if not files:
         raise ValueError(f"answers: {folder} holds neither answers*.jsonl nor *.parquet")
-    return RowSource(tuple(parquet), read_parquet)
+    return RowSource(tuple(files), read_parquet)
+
+
+def _prompt_order(answers: Path) -> tuple[str, Callable[[], Iterable[str]]] | None:
+    """Row ids in the order of the prompts beside the answers, if the answers say that they were asked with those.
+
+    Answers of before there were prepared prompts stay in their own order, so that runs on them can be resumed.
+    """
+    from data.dialogues import turn_ids  # imported late: it brings the engines with it
+    from data.prompt_store import Prepared
+    from data.prompt_store import read_manifest as read_prompts
+
+    asked = read_manifest(str(answers)).get("prompts", {}).get("fingerprint")
+    folder = str(answers.parent / "prompts")
+    if asked is None or read_prompts(folder).get("fingerprint") != asked:
+        return None
+    prompts = Prepared(folder)
+    return prompts.manifest["content"], lambda: turn_ids(prompts)
 
 
 def read_jsonl(path: Path) -> Iterator[AnswerRow]:
-    """The rows of a file of answers. A last line without its end (the writer was killed) is left out."""
+    """The rows of a file of answers. A last line without its end (its writer was killed, or is at it) is left out."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield checked(AnswerRow(**json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path} line {number} is no answer row ({error}); delete {path.parent}") from error
+            if line.endswith(b"\n"):
+                row = parse_row(line, f"{path} line {number}")
+                if reason := wrong_in(row):
+                    raise ValueError(f"{path} line {number} is no answer row ({reason}); delete {path.parent}")
+                yield row
 
 
 def read_parquet(path: Path) -> Iterator[AnswerRow]:
     """The rows of a shard of a data set; columns that `AnswerRow` does not have are not read."""
-    import pyarrow.parquet as parquet
-
     try:
         opened = parquet.ParquetFile(path)
     except ValueError as error:  # pyarrow's own, without the file's name
         raise ValueError(f"answers: {path} is no Parquet file ({error})") from error
     with opened as file:
-        missing = [name for name in _REQUIRED if name not in file.schema_arrow.names]
+        there = file.schema_arrow.names
+        missing = [name for name in _REQUIRED if name not in there]
         if missing:
-            raise ValueError(f"answers: {path} has no column {missing[0]}; it has {', '.join(file.schema_arrow.names)}")
-        names, number = [name for name in FEATURES if name in file.schema_arrow.names], 0
+            raise ValueError(f"answers: {path} has no column {missing[0]}; it has {', '.join(there)}")
+        names, number = [name for name in FEATURES if name in there], 0
         for batch in file.iter_batches(batch_size=1024, columns=names):
             for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
-                number += 1
-                try:
-                    yield checked(AnswerRow(**dict(zip(names, values, strict=True))))
-                except (ValueError, TypeError) as error:
-                    raise ValueError(f"answers: {path} row {number} is no answer row ({error})") from error
+                row, number = AnswerRow(**dict(zip(names, values, strict=True))), number + 1
+                if reason := wrong_in(row):
+                    raise ValueError(f"answers: {path} row {number} is no answer row ({reason})")
+                yield row
 
 
-def checked(row: AnswerRow) -> AnswerRow:
-    """The row. Raises ValueError when a field is of another kind than it should be."""
+def wrong_in(row: AnswerRow) -> str:
+    """What is no text or no token id in a row; "" for a right one."""
     for name in ("id", "domain", "stop"):
         if not isinstance(getattr(row, name), str):
-            raise ValueError(f"{name} is {getattr(row, name)!r}, not text")
+            return f"{name} is {getattr(row, name)!r}, not text"
     for name in TOKENS:
         tokens = getattr(row, name)
         if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
-            raise ValueError(f"{name} is no list of whole numbers")
+            return f"{name} is no list of whole numbers"
         if tokens and not 0 <= min(tokens) <= max(tokens) < 2**31:
-            raise ValueError(f"{name} holds {min(tokens) if min(tokens) < 0 else max(tokens)}, which is no token id")
-    return row
+            return f"{name} holds {min(tokens) if min(tokens) < 0 else max(tokens)}, which is no token id"
+    return ""
