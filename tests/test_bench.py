@@ -10,12 +10,14 @@ import eval.bench as bench
 import training.bench as training_bench
 from data.options import RunConfig
 from data.settings import load_config
-from eval.bench_tree import BATCHED, SERIAL, Bench, Sizes, tree_part
+from eval.bench_tree import BATCHED, SERIAL, Bench, CountingHead, Sizes, tree_part
 from eval.decoding.policy import TreeOptions
+from eval.decoding.proposals import DraftProposer
 from eval.measure import Stopwatch, interleave, ratios, spread
 from eval.session import Session
 from tiny import tiny_drafter, tiny_target
 from training.adapters import head_names
+from training.forward import capture_taps
 from training_runs import ROOT
 
 CPU = torch.device("cpu")
@@ -70,6 +72,36 @@ def test_batched_building_calls_the_head_once_a_depth_and_the_heap_once_a_node()
     # The last popped node is not expanded any more.
     assert trees.calls(SERIAL, options) == int((serial.depths_RN[0, :-1] < depths).sum())
     assert trees.build(BATCHED, options).sizes == [10]
+
+
+@pytest.mark.parametrize("head", ["domino", "markov_rnn"])
+@pytest.mark.parametrize("method", ["dartree_pruned", "dartree_fixed"])
+def test_a_batch_of_requests_calls_the_head_as_often_as_one_request(method, head):
+    """All requests' frontiers in one head call a depth, and each tree is the one that its request gets alone."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, block_size=7, head_type=head)
+    counting = CountingHead(drafter.model.head)
+    object.__setattr__(drafter.model, "head", counting)
+    proposer = DraftProposer(target, drafter, method, TreeOptions(budget=14, width=3, candidates=8))
+    rows = [torch.arange(3, 12), torch.tensor([7, 5, 9, 5]), torch.arange(40, 20, -3)]
+
+    def built(requests):
+        """(Trees as lists of (token, parent), head calls) of these rows in one batch: the last token is the anchor."""
+        lengths = [len(rows[i]) - 1 for i in requests]
+        tokens = torch.nn.utils.rnn.pad_sequence([rows[i][:-1] for i in requests], batch_first=True)
+        proposer.begin(len(requests), 64)
+        proposer.join(capture_taps(target, tokens, drafter.spec.target_layer_ids), lengths)
+        draft = proposer.draft(torch.stack([rows[i][-1] for i in requests]))
+        counting.calls = 0
+        tree = proposer.build(draft)
+        pairs = zip(tree.tokens_RN.tolist(), tree.parents_RN.tolist(), tree.sizes, strict=True)
+        return [list(zip(t[:size], p[:size], strict=True)) for t, p, size in pairs], counting.calls
+
+    alone = [built([i]) for i in range(3)]
+    together, calls = built([0, 1, 2])
+    # Six proposals; depth 1 is the prefix, which no head corrects.
+    assert [count for _, count in alone] == [5, 5, 5] and calls == 5
+    assert together == [tree for (tree,), _ in alone] and len({str(tree) for tree in together}) == 3
 
 
 def test_the_tree_part_reports_both_builders_and_the_growth():

@@ -76,18 +76,28 @@ def packed_batch(spec, fixed=False):
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("head", ["none", "domino", "markov_vanilla", "markov_gated", "markov_rnn"])
 @pytest.mark.parametrize("kernel", ["eager", "flex_attention"])
-def test_every_kernel_gives_the_loss_of_sdpa(kernel, head, shift, monkeypatch):
+def test_every_kernel_gives_the_states_and_the_loss_of_sdpa(kernel, head, shift, monkeypatch):
+    """TRAPS 11 through the whole drafter: each slot's state, which a sum of losses could hide, and the loss."""
     # transformers compiles flex_attention; its eager form runs on every CPU.
     monkeypatch.setattr(flex, "compile_friendly_flex_attention", _uncompiled)
     target = tiny_target()
     model = tiny_drafter(target, head_type=head, shift_label=shift, scale=0.3).model
     batch = packed_batch(model.spec)
     batch = capture_batch(target, batch, model.spec.target_layer_ids, False, None)
-    losses = []
+    losses, states = [], []
+    objective = Objective(target, None, 100)
+
+    def noted(drafter, batch, lam, hidden_RQD):
+        states.append(hidden_RQD)
+        return objective(drafter, batch, lam, hidden_RQD)
+
+    noted.target = target
     for name in ("sdpa", kernel):
         model.config._attn_implementation = name
-        losses.append(block_loss(model, model, Objective(target, None, 100), batch, 0.3).numerator)
+        losses.append(block_loss(model, model, noted, batch, 0.3).numerator)
     torch.testing.assert_close(*losses, atol=1e-4, rtol=1e-5)
+    assert states[0].shape == (2, batch.block_ids_RNB[0].numel(), 32) and states[0].abs().amax(-1).min() > 0.1
+    torch.testing.assert_close(*states, atol=1e-4, rtol=0)
 
 
 def _uncompiled(query, key, value, training=False, **options):
