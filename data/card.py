@@ -12,6 +12,7 @@ _SAMPLING = (
     "engine", "answer_temperature", "top_p", "top_k", "min_p", "seed", "max_prompt_length", "max_answer_length",
     "dtype",
 )  # fmt: skip
+_NOT_SAID = ("version", "prompts")  # of the preparation: the sources stand for themselves
 _COLUMNS = {
     "`id`, `domain`, `source`, `language`": "of the prompt; later turns of a conversation end in `.turn2`, `.turn3`, "
     "...; `language` is empty where none was detected",
@@ -112,10 +113,16 @@ def _origin(manifest: dict, name: str) -> dict:
     for source in prompts.get("sources") or []:
         version = f", version {source['version']}" if source.get("version") else ""
         facts[f"prompts of {source['name']}"] = f"{source['kept']:,} kept{version}"
-    chosen = {key: value for key, value in (prompts.get("settings") or {}).items() if value not in (None, "", [], 0)}
-    facts["preparation"] = ", ".join(f"{key} {_plain(value)}" for key, value in chosen.items() if key != "prompts")
+    chosen = _given({key: value for key, value in (prompts.get("settings") or {}).items() if key not in _NOT_SAID})
+    facts["preparation"] = ", ".join(f"{key} {_plain(value)}" for key, value in chosen.items())
     facts |= {"fingerprint of the prompts": prompts.get("fingerprint"), "fingerprint": manifest["fingerprint"]}
     return facts
+
+
+def _given(settings: dict) -> dict:
+    """The settings that are not empty, those inside of others included."""
+    inner = {key: _given(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    return {key: value for key, value in inner.items() if value not in (None, "", [], {}, 0)}
 
 
 def _content(manifest: dict, report: dict) -> dict:

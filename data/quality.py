@@ -57,7 +57,7 @@ class Lengths:
 
     def histogram(self) -> list[dict]:
         """Bins of one round width up to the 99th percentile; the last one holds all that is longer."""
-        top = max(1, self.percentile(99))
+        top = self.percentile(99)
         width = next(w * 10**e for e in range(12) for w in (1, 2, 5) if top < w * 10**e * _BINS)
         bins: Counter[int] = Counter()
         last = top // width + 1

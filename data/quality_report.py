@@ -154,6 +154,8 @@ def _draw_lengths(axis, found: dict, name: str, colour: str) -> None:
     if bins[-1]["to"] is None:
         axis.bar([0], [0], color="tab:gray", label=f"longer, up to {found['max']:,}")
     axis.set(xlabel=name, ylabel="rows", title=f"{name}: mean {found['mean']:,.1f}", xlim=(0, bins[-1]["from"] + width))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.legend(frameon=False)
 
 
@@ -162,11 +164,12 @@ def _draw_stops(axis, report: dict) -> None:
     domains = list(report["domains"].items())[:_SHOWN][::-1]
     names = [f"{_short(name)} ({found['rows']:,})" for name, found in domains]
     left = [0.0] * len(domains)
-    for stop in report["stops"]:
+    for stop in sorted(report["stops"]):
         shares = [100 * found["stops"].get(stop, 0) / found["rows"] for _, found in domains]
         axis.barh(names, shares, left=left, color=_STOPS.get(stop, "tab:gray"), label=stop)
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axis.set(xlabel="% of the domain's answers", title="how answers end, by domain (rows)", xlim=(0, 100))
+    axis.set_ylim(_room(len(domains)))
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, -0.3), ncols=len(report["stops"]), frameon=False)
 
 
@@ -179,7 +182,8 @@ def _draw_mix(axis, counts: dict[str, int], title: str, total: int) -> None:
     parts = _top(counts)[::-1]
     bars = axis.barh([_short(_name(name)) for name, _ in parts], [count for _, count in parts], color="tab:cyan")
     axis.bar_label(bars, [f" {count:,} ({count / total:.1%})" for _, count in parts], fontsize=9)
-    axis.set(xlabel="rows", xlim=(0, 1.35 * max(counts.values())))
+    axis.set(xlabel="rows", xlim=(0, 1.5 * max(counts.values())), ylim=_room(len(parts)))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _draw_shares(axis, report: dict) -> None:
@@ -205,6 +209,11 @@ def _draw_shares(axis, report: dict) -> None:
     labels = [f" {share:.1f} %" if of else "" for share, (_, _, of) in zip(shares, bars, strict=True)]
     axis.bar_label(drawn, labels[::-1], fontsize=9)
     axis.set(xlabel="%", xlim=(0, 115), title="repetition, contamination, labels")
+
+
+def _room(bars: int) -> tuple[float, float]:
+    """Limits of an axis on which a few bars are not taller than many; they stand at its top."""
+    return min(-0.6, bars - 5.0), bars - 0.4
 
 
 def _short(name: str, length: int = 28) -> str:
