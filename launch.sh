@@ -22,7 +22,8 @@ usage: bash launch.sh STAGE [CONFIG] [--key value ...]     (no CONFIG: configs/d
   export      writes a folder for other programs     -> RUN/export, any public format, also to the Hub (CONFIG or a drafter)
   inspect     says what a drafter checkpoint is and, with --target, whether it drafts (CONFIG or a drafter)
   verify      proves equality with the target's own text
-  bench       times tree building, a round's overhead and batching; with --training the loss and the training step
+  bench       times tree building, a round's overhead and batching; with --training the loss and the training step,
+              with --data how many conversations a minute become tokens with masks
   test        the test suite; words go to pytest
 
   bash launch.sh STAGE --help lists a stage's options.
@@ -124,10 +125,14 @@ case $stage in
   inspect) exec "$py" -m eval.inspection "$@" ;;
   verify) exec "$py" -m eval.verify "$@" ;;
   bench)
-    # --training is no option of the config: it chooses the program.
+    # --training and --data are no options of the config: they choose the program.
     module=eval.bench words=()
     for word in "$@"; do
-      if [[ $word == --training ]]; then module=training.bench; else words+=("$word"); fi
+      case $word in
+        --training) module=training.bench ;;
+        --data) module=eval.bench_data ;;
+        *) words+=("$word") ;;
+      esac
     done
     exec "$py" -m "$module" "${words[@]}"
     ;;

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _AT_LEAST_1 = (
     "max_prompt_length max_answer_length answer_batch_size num_draft_layers head_rank gru_hidden_dim "
     "anchors_per_row max_row_length lora_rank train_eval_prompts max_new_tokens budget width candidates "
-    "concurrency_prompts concurrency_runs sweep_prompts bench_repeats bench_concurrency server_concurrency "
-    "server_attempts"
+    "concurrency_prompts concurrency_runs sweep_prompts bench_repeats bench_concurrency bench_processes "
+    "server_concurrency server_attempts"
 )
 _AT_LEAST_0 = (
     "answer_temperature top_k time_budget num_taps draft_vocab_size global_batch_size loss_chunk train_eval_tokens "

@@ -300,9 +300,12 @@ class RunConfig(PromptOptions, DatasetOptions):
     )
 
     parts: list[str] = option(
-        [], "what bench measures: tree share batch, or with --training loss step (default: all)", "bench"
+        [],
+        "what bench measures: tree share batch, with --training loss step, with --data masks (default: all)",
+        "bench",
     )
     bench_repeats: int = option(9, "turns of each measurement after the warm-up", "bench")
+    bench_processes: int = option(2, "with --data: processes at once, against one", "bench")
     bench_concurrency: int = option(8, "requests decoded at once, against one at a time", "bench")
 
     training: dict = option({}, "keys of transformers.TrainingArguments", "train")

@@ -120,12 +120,16 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def print_result(bench: str, dtype: torch.dtype, quantization: str, parts: dict, **more) -> None:
-    """The last line: one JSON object with every figure, and where and on what it was measured."""
+def print_result(bench: str, dtype: torch.dtype | None, quantization: str, parts: dict, **more) -> None:
+    """The last line: one JSON object with every figure, and where and on what it was measured.
+
+    Args:
+        dtype: None where no model takes part.
+    """
     result = {
         "bench": bench,
         "schema_version": SCHEMA_VERSION,
-        "dtype": precision_name(dtype, quantization),
+        "dtype": dtype and precision_name(dtype, quantization),
         "hardware": hardware(),
         "versions": versions(),
         "git_commit": git_commit(),

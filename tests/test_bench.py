@@ -2,11 +2,13 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import eval.bench as bench
+import eval.bench_data as bench_data
 import training.bench as training_bench
 from data.options import RunConfig
 from data.settings import load_config
@@ -15,6 +17,7 @@ from eval.decoding.policy import TreeOptions
 from eval.decoding.proposals import DraftProposer
 from eval.measure import Stopwatch, interleave, ratios, spread
 from eval.session import Session
+from templates import characters_tokenizer
 from tiny import tiny_drafter, tiny_target
 from training.adapters import head_names
 from training.forward import capture_taps
@@ -251,3 +254,48 @@ def test_bench_options_can_stand_in_a_config(tmp_path):
     assert config.parts == ["tree"] and config.bench_repeats == 3
     with pytest.raises(ValueError, match="bench_repeats must be at least 1, got 0"):
         load_config(str(path), {"bench_repeats": "0"})
+
+
+def test_conversations_a_minute_come_with_what_they_consist_of(tmp_path, monkeypatch, capsys):
+    """In this process alone. A tokenizer of characters in a format of tags; the second conversation has no answer."""
+    characters_tokenizer("marked").save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text("{}")
+    said = [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}],
+        [{"role": "user", "content": "hi"}],
+    ]
+    monkeypatch.setattr(bench_data, "made_up", lambda count, seed: said)
+    monkeypatch.setattr(bench_data, "ProcessPoolExecutor", Here)
+    config = RunConfig(target=str(tmp_path / "target"), bench_processes=1, bench_repeats=2)
+    bench_data.bench(config)
+    result = last_line(capsys)
+    (row,) = result["parts"]["masks"]
+    assert (result["bench"], result["dtype"], row["processes"], row["without mask"]) == ("data", None, 1, 2)
+    # <|im_start|>user\nhi<|im_end|>\n, <|im_start|>assistant\nyo<|im_end|>\n: 10 + 15 tokens, of which yo<|im_end|> are
+    # supervised.
+    assert row["tokens each"] == 25 / 2 and row["supervised %"] == pytest.approx(100 * 3 / 25)
+    assert row["conversations/min"]["n"] == 2 and row["conversations/min"]["min"] > 0
+    with pytest.raises(ValueError, match="parts must be among masks, got 'tree'"):
+        bench_data.bench(replace(config, parts=["tree"]))
+
+
+class Here:
+    """A pool that works in this process."""
+
+    def __init__(self, processes, context, start, arguments):
+        start(*arguments)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    map = staticmethod(map)
+
+
+def test_made_up_conversations_alternate_and_are_the_same_again():
+    found = bench_data.made_up(40, 3)
+    assert found == bench_data.made_up(40, 3) != bench_data.made_up(40, 4)
+    assert {len(messages) for messages in found} == {2, 4, 6}
+    assert all([m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2) for messages in found)
