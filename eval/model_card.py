@@ -65,12 +65,13 @@ def model_card(drafter: Drafter, origin: Origin, form: str = "transformers", pla
     hub_id, licence = describe_target(trained_on)
     shown = hub_id or os.path.basename(trained_on.rstrip("/"))
     drafter = replace(drafter, origin=_title(form, drafter.spec))
+    chat_format = (origin.provenance or {}).get("chat_format")
     parts = [
         _metadata(hub_id, licence, drafter.spec, form),
         f"# Drafter for {shown}\n",
         _what(shown, drafter, form) + _target_weights(trained_on, origin.identity),
         "## Use\n",
-        usage(drafter, form, hub_id or "TARGET", place, _best_budget(origin.results))
+        usage(drafter, form, hub_id or "TARGET", place, _best_budget(origin.results), chat_format)
         + ("" if place != "DIR" else "\n`DIR` is this folder or its Hub id.\n"),
         "## Measured\n",
         _measured(origin.results),

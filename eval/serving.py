@@ -8,6 +8,7 @@ What they do otherwise is said by `eval.engines`.
 from __future__ import annotations
 
 import json
+import shlex
 
 from models.checkpoint import Drafter
 
@@ -16,7 +17,7 @@ from .engines import engines
 _OURS = """With the project that trained it, which uses the head and decodes by trees:
 
 ```
-bash launch.sh eval --drafter {place} --target {target}
+bash launch.sh eval --drafter {place} --target {target}{options}
 ```
 """
 _LOAD = """```python
@@ -28,7 +29,7 @@ drafter = AutoModel.from_pretrained("{place}", trust_remote_code=True, dtype=tar
 drafter.to(target.device)
 messages = [{{"role": "user", "content": "What is 7 times 8?"}}]
 inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True{format}
 )
 """
 _TREES = """output = target.generate(
@@ -50,7 +51,14 @@ output = target.generate(**inputs, assistant_model=drafter, speculation_type="df
 _SHIFTED = "transformers' own loop reads the fill-in layout only: this drafter is shifted and does not fit it.\n"
 
 
-def usage(drafter: Drafter, form: str, target: str, place: str, budget: int | None = None) -> str:
+def usage(
+    drafter: Drafter,
+    form: str,
+    target: str,
+    place: str,
+    budget: int | None = None,
+    chat_format: dict | None = None,
+) -> str:
     """Markdown that says how to use the folder.
 
     Args:
@@ -59,23 +67,55 @@ def usage(drafter: Drafter, form: str, target: str, place: str, budget: int | No
         target: Hub id of the target, or a stand-in for it.
         place: Hub id of the folder, or a stand-in for its path.
         budget: size of the trees with the most tokens a second, where that was measured.
+        chat_format: `thinking` and `template_args` of the prompts that it learned, where its training says them.
     """
     names = {"target": target, "place": place}
+    asked = {**names, "format": _template_arguments(chat_format), "options": _options(chat_format)}
     chosen = f"budget={budget}, " if budget else ""
     if form == "transformers":
         parts = [
             "With transformers (5.24 or newer), by trees:\n",
-            (_LOAD + _TREES).format(**names, budget=chosen),
+            (_LOAD + _TREES).format(**asked, budget=chosen),
             _TREE_NOTES,
         ]
         parts.append(_SHIFTED if drafter.spec.shift_label else _OWN_LOOP)
-        parts.append(_OURS.format(**names))
+        parts.append(_OURS.format(**asked))
     else:
         parts = [f"{drafter.origin} is a format for serving: transformers' AutoModel does not load this folder.\n"]
-        parts += [_sglang(drafter, form, **names), _vllm(drafter, form, **names), _OURS.format(**names)]
+        parts += [_sglang(drafter, form, **names), _vllm(drafter, form, **names), _OURS.format(**asked)]
     said = engines(drafter)
-    parts.append("".join(f"- {name}: {said[name]}\n" for name in ("SGLang", "vLLM")))
+    parts.append("".join(f"- {name}: {said[name]}\n" for name in ("SGLang", "vLLM")) + _asked_so(chat_format))
     return "\n".join(part for part in parts if part)
+
+
+def _template_arguments(chat_format: dict | None) -> str:
+    """Further arguments of apply_chat_template, as Python."""
+    if chat_format is None:
+        return ""
+    given = {"enable_thinking": chat_format["thinking"], **chat_format["template_args"]}
+    return ",\n    " + ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+def _options(chat_format: dict | None) -> str:
+    """The same as words of a command line; the options' defaults are not repeated."""
+    if chat_format is None:
+        return ""
+    given = chat_format["template_args"].items()
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given]
+    arguments = " --template_args " + " ".join(map(shlex.quote, words)) if words else ""
+    return (" --thinking" if chat_format["thinking"] else "") + arguments
+
+
+def _asked_so(chat_format: dict | None) -> str:
+    """A line for clients that apply the template themselves."""
+    if chat_format is None:
+        return ""
+    given = "".join(f", {name} {value}" for name, value in chat_format["template_args"].items())
+    thinking = "on" if chat_format["thinking"] else "off"
+    return (
+        f"- Prompts: it was trained with thinking {thinking}{given}. A chat template applied otherwise costs accepted "
+        "tokens (a thinking target's thinks unless enable_thinking is false).\n"
+    )
 
 
 def _method(drafter: Drafter, form: str) -> str | None:

@@ -154,3 +154,21 @@ def test_an_export_names_the_weights_that_answered(tmp_path):
     assert "- target: owner/name, commit c0ffee\n" in (export(config) / "README.md").read_text()
     config.drafter, config.output = str(tmp_path / "run" / "drafter"), str(tmp_path / "other")
     assert "commit" not in (export(config) / "README.md").read_text()
+
+
+def test_the_code_asks_in_the_format_that_the_drafter_learned():
+    """A thinking target's template thinks unless it is told not to."""
+    learned = {"thinking": False, "template_args": {"date_string": "26 Jul 2024", "n": 3}, "template": "abc"}
+    text = card_of(origin=Origin(HUB_ID, provenance={"chat_format": learned}))
+    code = text.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert "enable_thinking=False, date_string='26 Jul 2024', n=3\n)" in code
+    assert "--template_args 'date_string=26 Jul 2024' n=3\n" in text
+    assert "- Prompts: it was trained with thinking off, date_string 26 Jul 2024, n 3." in text
+    thinking = card_of(
+        origin=Origin(HUB_ID, provenance={"chat_format": learned | {"thinking": True, "template_args": {}}})
+    )
+    assert (
+        "--target owner/name --thinking\n" in thinking and "return_dict=True,\n    enable_thinking=True\n)" in thinking
+    )
+    assert "enable_thinking" not in card_of()
