@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.local_files import SUFFIXES
 from data.prompts import Prompt, load_prompts, usable_prompts
 
 BUILTIN = "builtin"
@@ -124,9 +125,9 @@ def load_benchmark(source: str, count: int, seed: int, folder: str = "") -> Load
         if path:
             raise ValueError(f"benchmark_dir: {folder} holds no {source}.jsonl")
         prompts, name, origin = _from_hub(source, known), source, f"{known.hub_id}, {known.split}"
-    elif os.path.isfile(source) or "/" in source or source.endswith((".json", ".jsonl")):
+    elif os.path.isfile(source) or "/" in source or source.endswith(SUFFIXES):
         prompts, origin = load_prompts(source, None, split="eval"), source
-        name = Path(source).stem if source.endswith(".jsonl") else source
+        name = Path(source).stem if source.endswith(SUFFIXES) else source
     else:
         raise ValueError(
             f"benchmarks: {source!r} is unknown: choose from {', '.join([BUILTIN, *REGISTRY])}, or give the path of a "

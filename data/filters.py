@@ -56,8 +56,10 @@ class Filters:
         texts = ["\n".join(m["content"] for m in messages_of([turn], [])) for turn in prompt.turns]
         self._check_length(sum(map(len, texts)))
         language = self._language(prompt)
-        own = hash_of(_identity(prompt))
-        if self.duplicates and own in self._texts or hash_of(told_apart(prompt)) in self._ids:
+        other_id = told_apart(prompt)
+        content, own, other = hash_of(_identity(prompt)), hash_of(prompt.id), hash_of(other_id)
+        # A repeated prompt, id and all, can only be the same one, whether or not other duplicates are kept.
+        if other in self._ids or self.duplicates and content in self._texts:
             raise Unusable("a duplicate", prompt.id)
         if self.contamination is not None and (names := self.contamination.found_in(texts)):
             self.contaminated.update(names)
@@ -65,11 +67,14 @@ class Filters:
         if self.near is not None:
             keys = self.near.keys("\n".join(texts))
             if self.near.has(keys):
-                raise Unusable("a near duplicate")
+                raise Unusable("a near duplicate", prompt.id)
             self.near.add(keys)
         if self.duplicates:
-            self._texts.add(own)
-        return self._with_own_id(prompt), language
+            self._texts.add(content)
+        # Two files that both count their rows from 0 hold different prompts of one id.
+        kept = replace(prompt, id=other_id) if own in self._ids else prompt
+        self._ids.add(own, other)
+        return kept, language
 
     def _check_length(self, length: int) -> None:
         if length < self.shortest:
@@ -84,16 +89,6 @@ class Filters:
         if language not in self.languages:
             raise Unusable("another language", language)
         return language
-
-    def _with_own_id(self, prompt: Prompt) -> Prompt:
-        """Two files that both count their rows from 0 hold different prompts of one id; only a repeated prompt, id and
-        all, is the same one."""
-        own, other = hash_of(prompt.id), told_apart(prompt)
-        if own in self._ids:
-            prompt = replace(prompt, id=other)
-        self._ids.add(own)
-        self._ids.add(hash_of(other))
-        return prompt
 
 
 def language_identifier(languages: tuple[str, ...] = ()) -> Callable[[str], str]:

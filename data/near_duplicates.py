@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.words import Seen, gram_hashes, hash_of, normalised, word_ids, words
+from data.words import Seen, gram_hashes, hash_of, mixed, normalised, word_ids, words
 
 PERMUTATIONS = 128
 GRAM = 3
@@ -40,19 +40,20 @@ class NearDuplicates:
         grams_G = np.unique(grams_G)
         minima_P = np.full(PERMUTATIONS, np.iinfo(np.uint64).max, dtype=np.uint64)
         for start in range(0, len(grams_G), _CHUNK):
-            mixed_GP = grams_G[start : start + _CHUNK, None] * self._odd_P + self._shift_P
+            product_GP = grams_G[start : start + _CHUNK, None] * self._odd_P + self._shift_P
             # The upper half of a product with an odd number is what its hash is good for.
-            minima_P = np.minimum(minima_P, (mixed_GP >> np.uint64(32)).min(0))
+            minima_P = np.minimum(minima_P, (product_GP >> np.uint64(32)).min(0))
         cut = minima_P[: self.bands * self.rows].reshape(self.bands, self.rows)
-        numbered = np.concatenate([np.arange(self.bands, dtype=np.uint64)[:, None], cut], axis=1)
-        return [int(gram_hashes(band, self.rows + 1)[0]) for band in numbered]
+        keys = np.arange(self.bands, dtype=np.uint64)  # the same minima in another band are another key
+        for row in range(self.rows):
+            keys = mixed(keys, cut[:, row])
+        return keys.tolist()
 
     def has(self, keys: list[int]) -> bool:
-        return any(key in self._seen for key in keys)
+        return self._seen.any_of(keys)
 
     def add(self, keys: list[int]) -> None:
-        for key in keys:
-            self._seen.add(key)
+        self._seen.add(*keys)
 
 
 def bands_and_rows(threshold: float) -> tuple[int, int]:

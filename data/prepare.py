@@ -33,7 +33,7 @@ from data.filters import Filters
 from data.local_files import files_of, identity
 from data.near_duplicates import NearDuplicates
 from data.prompt_store import MANIFEST, PROMPTS, SKIPPED, Prepared, Writer, read_manifest
-from data.prompts import Reading
+from data.prompts import Reading, Skipped
 from data.settings import RunConfig, run_stage
 from data.sources import BUILTIN, Source, open_source
 
@@ -197,23 +197,23 @@ def _put_in_place(folder: str, paths: dict[str, Path], manifest: dict) -> None:
 def _fill(config: RunConfig, sources: list[Source], filters: Filters, paths: dict) -> tuple[Reading, Writer, str]:
     """One pass over the sources into the two files."""
     known = None if any(source.count is None for source in sources) else sum(source.count for source in sources)
-    with open(paths[SKIPPED], "w", encoding="utf-8", errors="backslashreplace") as side:
-        reading = Reading(
-            sources,
-            Columns.of(config),
-            filters,
-            lambda skipped: side.write(json.dumps(asdict(skipped), ensure_ascii=False) + "\n"),
-            config.shuffle_buffer,
-            config.seed,
-        )
+    # With all rows wanted, what is read tells the time left; else what is kept.
+    wanted = config.num_prompts
+    with (
+        open(paths[SKIPPED], "w", encoding="utf-8", errors="backslashreplace") as side,
+        tqdm(total=wanted or known, desc="prompts", unit="row", mininterval=1.0) as bar,
+    ):
+
+        def note(skipped: Skipped) -> None:
+            side.write(json.dumps(asdict(skipped), ensure_ascii=False) + "\n")
+            bar.set_postfix_str(f"{reading.skipped.total()} skipped", refresh=False)
+            bar.update(not wanted)
+
+        reading = Reading(sources, Columns.of(config), filters, note, config.shuffle_buffer, config.seed)
         writer = Writer(str(paths[PROMPTS]))
-        # With all rows wanted, what is read tells the time left; else what is kept.
-        with tqdm(total=config.num_prompts or known, desc="prompts", unit="row", mininterval=1.0) as bar:
-            for kept in itertools.islice(reading, config.num_prompts or None):
-                writer.add(kept)
-                bar.update((reading.kept if config.num_prompts else reading.read) - bar.n)
-                if reading.skipped:
-                    bar.set_postfix_str(f"{reading.skipped.total()} skipped", refresh=False)
+        for kept in itertools.islice(reading, wanted or None):
+            writer.add(kept)
+            bar.update()
         content = writer.close()
         side.flush()
         os.fsync(side.fileno())

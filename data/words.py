@@ -12,7 +12,7 @@ import numpy as np
 # A word is a run of letters and digits; languages that write without spaces count by the character.
 _ALONE = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|(?:[^\W_](?<![{_ALONE}]))+")
-_MULTIPLIER, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def normalised(text: str) -> str:
@@ -36,9 +36,14 @@ def gram_hashes(ids_W: np.ndarray, n: int) -> np.ndarray:
         return np.empty(0, dtype=np.uint64)
     hashes_G = np.zeros(count, dtype=np.uint64)
     for place in range(n):
-        hashes_G = hashes_G * _MULTIPLIER + ids_W[place : place + count] + np.uint64(1)
-    hashes_G ^= hashes_G >> np.uint64(31)
-    return hashes_G * _MIX
+        hashes_G = mixed(hashes_G, ids_W[place : place + count])
+    return hashes_G
+
+
+def mixed(hashes: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """The hashes with one number more in each."""
+    hashes = (hashes + more + np.uint64(1)) * _MULTIPLIER
+    return hashes ^ (hashes >> np.uint64(29))
 
 
 def hash_of(text: str) -> int:
@@ -52,21 +57,22 @@ class Seen:
     def __init__(self, latest: int = 1 << 16):
         self._sorted, self._latest, self._limit = np.empty(0, dtype=np.uint64), set(), latest
 
-    def __len__(self) -> int:
-        return len(self._sorted) + len(self._latest)
-
     def __contains__(self, number: int) -> bool:
-        if number in self._latest:
-            return True
-        place = int(np.searchsorted(self._sorted, np.uint64(number)))
-        return place < len(self._sorted) and int(self._sorted[place]) == number
+        return self.any_of([number])
 
-    def add(self, number: int) -> None:
-        if number in self:
-            return
-        self._latest.add(number)
+    def any_of(self, numbers: list[int]) -> bool:
+        if not self._latest.isdisjoint(numbers):
+            return True
+        if not len(self._sorted):
+            return False
+        wanted = np.array(numbers, dtype=np.uint64)
+        places = np.searchsorted(self._sorted, wanted)
+        return bool((self._sorted.take(places, mode="clip") == wanted).any())
+
+    def add(self, *numbers: int) -> None:
+        self._latest.update(numbers)
         if len(self._latest) >= self._limit:
             latest = np.fromiter(self._latest, dtype=np.uint64, count=len(self._latest))
-            # Two sorted runs: the stable sort merges them in one pass.
-            self._sorted = np.sort(np.concatenate([self._sorted, np.sort(latest)]), kind="stable")
-            self._latest = set()
+            merged = np.concatenate([self._sorted, np.sort(latest)])
+            merged.sort(kind="stable")  # which merges two sorted runs in one pass
+            self._sorted, self._latest = merged, set()

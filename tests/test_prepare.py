@@ -287,7 +287,7 @@ def test_a_longer_run_reads_the_commit_of_the_shorter_one(tmp_path, config, monk
 
 
 def test_killed_while_it_reads_it_starts_over(tmp_path, config):
-    source = write(tmp_path / "mine.jsonl", questions(60_000))
+    source = write(tmp_path / "mine.jsonl", questions(30_000))
     command = [sys.executable, "-m", "data.prepare", str(tmp_path / "config.yaml"), "--prompts", source]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     partial = tmp_path / "run/prompts/prompts.arrow.partial"
