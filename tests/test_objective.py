@@ -7,6 +7,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from data.batches import collate, supervised_slots
+from eval.decoding.proposals import DraftProposer, TreeOptions
+from models.checkpoint import Drafter
 from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from training.attention import dense_mask
 from training.forward import block_loss, capture_taps
@@ -150,23 +152,59 @@ def test_features_at_or_after_the_anchor_get_no_gradient(shifted, head):
     assert (gradient[:anchor] > 0).all()
 
 
-def test_blocks_are_bidirectional():
-    """A causal block would hide slot 5 from slot 2 (TRAPS 2)."""
-    target, model, _, batch = setup(rows=1, anchors=1)
+def draft_logits(target, model, batch, hidden):
+    """(Base, final) logits [R, N, T, V] as a chain of the batch's own labels is drafted: the first token, where
+    pure_draft_prefix_len is 1, and a drafter without a head have base logits alone."""
+    slots = model.prediction_slots(hidden.unflatten(1, (-1, BLOCK)))
+    base = final = target.logits(slots)
+    if model.head is not None:
+        codes = model.head.teacher_forced_codes(batch.block_ids_RNB[..., 0], batch.labels_RNT, target.embed, slots)
+        final = base + (codes @ model.head.rows().T) * model.corrected_depths()[:, None]
+    return base, final
+
+
+@torch.inference_mode()
+def decoded_logits(target, model, draft, labels_RT):
+    """Final logits [R, T, V] of a draft, token by token as trees and chains are built, these labels drafted."""
+    if model.head is None:
+        return draft.logits_RTV
+    state, slots = model.head.initial_state(draft.anchor_R, target.embed), model.head.prepare(draft.hidden_RTD)
+    logits, corrected = draft.logits_RTV.clone(), model.corrected_depths().tolist()
+    for t, label_R in enumerate(labels_RT.unbind(1)):
+        if corrected[t]:
+            logits[:, t] += model.head.code(state, slots[:, t]) @ model.head.rows().T
+        state = model.head.advance(state, label_R, target.embed, slots[:, t])
+    return logits
+
+
+@LAYOUTS
+@HEADS
+def test_blocks_are_bidirectional(shifted, head):
+    """A causal block would hide slot 5 from slot 2 (TRAPS 2): the mask embedding there moves what slot 2 drafts."""
+    target, model, _, batch = setup(shifted, rows=1, anchors=1, head_type=head)
     before = hidden_states(target, model, batch)
     embeds = target.embed(batch.block_ids_RNB.flatten(1))
     embeds[0, 5] += 1.0
     mask = block_mask(batch)
     after = model(embeds, batch.taps_RSC, mask, batch.position_ids_RP).last_hidden_state
     assert (after[0, 2] - before[0, 2]).abs().max() > 1e-3
+    place = 2 - model.spec.first_slot  # of slot 2 among the depths
+    for old, new in zip(*(draft_logits(target, model, batch, hidden) for hidden in (before, after)), strict=True):
+        assert (new[0, 0, place] - old[0, 0, place]).abs().max() > 1e-3
 
 
-def test_the_anchor_token_moves_every_slot():
-    target, model, _, batch = setup(rows=1, anchors=1)
+@LAYOUTS
+@HEADS
+def test_the_anchor_token_moves_every_slot(shifted, head):
+    """TRAPS 3: through the block itself, not only through a head that reads the anchor."""
+    target, model, _, batch = setup(shifted, rows=1, anchors=1, head_type=head)
     before = hidden_states(target, model, batch)
+    old = draft_logits(target, model, batch, before)
     batch.block_ids_RNB[0, 0, 0] = 40
-    change = (hidden_states(target, model, batch) - before).abs().amax(-1)
-    assert (change > 1e-3).all()
+    after = hidden_states(target, model, batch)
+    assert ((after - before).abs().amax(-1) > 1e-3).all()
+    for was, now in zip(old, draft_logits(target, model, batch, after), strict=True):
+        assert was.shape[2] == model.spec.num_proposals and ((now - was).abs().amax(-1) > 1e-3).all()
 
 
 def test_blocks_do_not_see_each_other():
@@ -276,6 +314,28 @@ def test_eager_and_sdpa_attention_agree():
         results.append((hidden, backward(model, objective, batch).numerator))
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-4, rtol=0)
     torch.testing.assert_close(results[0][1], results[1][1], atol=1e-4, rtol=1e-5)
+
+
+@LAYOUTS
+@HEADS
+def test_training_blocks_equal_the_drafts_of_decoding(shifted, head):
+    """TRAPS 13: the proposer reads the same tokens round by round into its cache, a draft at each anchor."""
+    target, model, _, batch = setup(shifted, rows=1, anchors=5, head_type=head)
+    hidden = hidden_states(target, model, batch)
+    states = model.prediction_slots(hidden.unflatten(1, (-1, BLOCK)))
+    base, final = draft_logits(target, model, batch, hidden)
+    proposer = DraftProposer(target, Drafter(model), "dflash_chain", TreeOptions())
+    anchors, done = batch.anchors_RN[0].tolist(), 0
+    assert len(set(anchors)) == 5 and anchors == sorted(anchors) and anchors[0] > 0
+    proposer.begin(1, 64)
+    for n, anchor in enumerate(anchors):
+        taps = batch.taps_RSC[:, done:anchor]
+        proposer.commit(taps, [anchor - done]) if n else proposer.join(taps, [anchor])
+        draft, done = proposer.draft(batch.block_ids_RNB[:, n, 0]), anchor
+        torch.testing.assert_close(draft.hidden_RTD, states[:, n], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(draft.logits_RTV, base[:, n], atol=1e-5, rtol=1e-5)
+        decoded = decoded_logits(target, model, draft, batch.labels_RNT[:, n])
+        torch.testing.assert_close(decoded, final[:, n], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("anchors", [1, 7])
