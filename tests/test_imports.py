@@ -29,6 +29,7 @@ DECLARED = {
         "pyarrow",
         "matplotlib",
         "openai",
+        "py3langid",
     },
 }
 DECLARED["eval"] = DECLARED["data"]
