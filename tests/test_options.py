@@ -18,6 +18,7 @@ STAGES = {
     "prepare": ["data/prepare.py"],
     "regenerate": ["data/regenerate.py"],
     "dataset": ["data/dataset.py"],
+    "data-status": ["data/status.py"],
     "features": ["data/make_features.py"],
     "train": ["training/train_drafter.py"],
     "eval": ["eval/run_eval.py"],
@@ -105,7 +106,7 @@ def options_read(paths):
 @pytest.mark.parametrize("stage", STAGES)
 def test_help_lists_what_the_stage_reads(stage):
     read = options_read(STAGES[stage])
-    assert read & {"num_prompts", "target", "device"}  # the search found the stage at all
+    assert read & {"num_prompts", "run_dir", "target", "device"}  # the search found the stage at all
     unlisted = {name for name in read if not {"all", stage} & set(OPTIONS[name])}
     assert unlisted == NO_EFFECT.get(stage, set())
 
