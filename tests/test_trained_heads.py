@@ -69,11 +69,11 @@ def test_every_parameter_is_trained_and_survives_a_strict_reload(tmp_path, head)
     assert all(torch.equal(own[name], value) for name, value in drafter.model.state_dict().items())
 
 
-def train(target, model, terms, steps=110, batch=12, lam=0.3):
+def train(target, model, terms, steps=110, batch=12, lam=0.3, rate=1e-2):
     """Adam on counting rows, new anchors every step; returns the last step's sums."""
     data = TrainingRows(answer_rows(200), 64, 6, seed=0)
     objective = Objective(target, None, 0, terms)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         data.set_epoch(step)
@@ -89,7 +89,7 @@ def train(target, model, terms, steps=110, batch=12, lam=0.3):
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("head", ["markov_vanilla", "markov_gated", "markov_rnn"])
+@pytest.mark.parametrize("head", ["none", "markov_vanilla", "markov_gated", "markov_rnn"])
 def test_a_scripted_text_is_drafted_by_every_head(head, shifted):
     """TRAPS 1, 4, 5, 8 for the heads that test_trainer does not train; every token is the one before plus one."""
     target = tiny_target()
@@ -97,13 +97,15 @@ def test_a_scripted_text_is_drafted_by_every_head(head, shifted):
     model = tiny_drafter(target, **spec).model.requires_grad_(True).train()
     initialise_from_target(model, target, torch.arange(3, 23)[None])
     zero_correction(model)
-    train(target, model, Terms())
+    # Without a head nothing knows the token before: the block alone has to learn it, which takes longer.
+    train(target, model, Terms(), **(dict(steps=300, rate=2e-2) if head == "none" else {}))
+    method = "dflash_chain" if head == "none" else "markov_chain"
     drafter, hits = Drafter(model.eval().requires_grad_(False)), 0
     depths = 4 if shifted else 3
     assert drafter.spec.num_proposals == depths
     for start in range(3, 43, 4):
         tokens = torch.arange(start, start + 9)[None]
-        proposer = DraftProposer(target, drafter, "markov_chain", TreeOptions())
+        proposer = DraftProposer(target, drafter, method, TreeOptions())
         proposer.begin(1, 64)
         proposer.join(capture_taps(target, tokens[:, :8], (0, 2)), [8])
         tree = proposer.build(proposer.draft(tokens[:, 8]))
