@@ -126,7 +126,8 @@ class AnswerStore(Accounts):
 
         Raises StageError when the disk refuses it; then nothing of the call stays in the file that was refused.
         """
-        rows = [row for row in {row.id: row for row in rows}.values() if row.id not in self.places]
+        first = {row.id: row for row in reversed(rows)}  # of those given twice, too
+        rows = [row for row in rows if first[row.id] is row and row.id not in self.places]
         outcomes = [o for o in outcomes if self.dropped.get(o.id) != (o.status, o.reason) and o.id not in self.places]
         offset = self._append(self._answers, lines := [_line(row) for row in rows])
         for row, line in zip(rows, lines, strict=True):

@@ -146,13 +146,9 @@ def _finished(manifest: dict, config: RunConfig) -> bool:
 
 
 def _check_ids(prompts: Prepared, store: AnswerStore) -> None:
-    """Raises ValueError for rows of other prompts, and for turns that have one id."""
+    """Raises ValueError for rows of other prompts."""
     known = set(turn_ids(prompts))
-    if len(known) < prompts.turns:
-        raise ValueError(
-            f"prompts: {prompts.turns - len(known)} turns have the id of another: the turns of a conversation X are "
-            "X, X.turn2, ..., and no other conversation may be named so"
-        )
+    assert len(known) == prompts.turns  # no conversation may be named like a turn of another
     strange = sum(key not in known for key in (*store.places, *store.dropped))
     if strange:
         raise ValueError(

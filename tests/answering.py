@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from data.answers import AnswerRow, iterate_rows
@@ -76,3 +78,15 @@ class Run:
         for row in rows:
             assert (row.prompt_ids, row.answer_ids, row.stop) == expected[row.id], row
         return {row.id: row for row in rows}
+
+
+def forked(work: Callable[[], int]) -> int:
+    """A child process that does the work and ends with its exit code: seconds faster than a new interpreter."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = work()
+        finally:
+            os._exit(code)
+    return child

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from answering import LIMIT, Run
+from answering import LIMIT, Run, forked
 from data import answer_store, endpoint, engine_server
 from data.answer_store import Accounts
 from data.answers import read_answers
@@ -256,22 +256,19 @@ def test_faults_cost_nothing_but_time(tmp_path, monkeypatch, seed):
     assert run.turns()["done"] == len(run.expected())
 
 
-def forked(run):
-    """A child that runs the stage as soon as there is a config: seconds faster than a new interpreter."""
-    child = os.fork()
-    if child == 0:
-        while not (run.folder / "config.yaml").exists():
-            time.sleep(0.01)
-        time.sleep(0.05)
-        os._exit(main([str(run.folder / "config.yaml")]))
-    return child
+def when_configured(run):
+    """Runs the stage as soon as there is a config."""
+    while not (run.folder / "config.yaml").exists():
+        time.sleep(0.01)
+    time.sleep(0.05)
+    return main([str(run.folder / "config.yaml")])
 
 
 def test_a_process_killed_for_good_loses_and_repeats_nothing(tmp_path):
     """SIGKILL while two endpoints answer; one endpoint with another concurrency goes on."""
     talks = [[f"{n} {chr(97 + n % 26)}{turn}" for turn in range(1 + n % 3)] for n in range(60)]
     run = Run(tmp_path, talks)
-    child, lines = forked(run), run.answers / "answers.jsonl"
+    child, lines = forked(lambda: when_configured(run)), run.answers / "answers.jsonl"
     try:
         with FakeServer(run.tokenizer, delay=0.1) as one, FakeServer(run.tokenizer, delay=0.1) as other:
             run.config(endpoints=[one.url, other.url], server_concurrency=2)
