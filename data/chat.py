@@ -146,7 +146,17 @@ def render(
     asks: bool = False,
 ) -> str:
     """The text whose tokens `encode_prompt` gives (`asks`), or that of a finished conversation. Raises as that does."""
-    return _apply(tokenizer, messages, tools, form, add_generation_prompt=asks, tokenize=False)
+    text = _apply(tokenizer, messages, tools, form, add_generation_prompt=asks, tokenize=False)
+    return checked_text(text)
+
+
+def checked_text(text: str) -> str:
+    """The text. Raises TemplateRejected for one that is no Unicode: a tokenizer would refuse all that come with it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TemplateRejected("half a surrogate pair in a text") from None
+    return text
 
 
 def encode_marked(tokenizer, messages: list[Message], tools: list[dict] | None = None, form: ChatFormat = PLAIN):

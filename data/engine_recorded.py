@@ -9,10 +9,10 @@ from __future__ import annotations
 from itertools import islice
 
 from data.answer_store import SKIPPED, Outcome
+from data.answer_tokens import AnswerTokens, Recorded, tokenise_answers
 from data.answers import AnswerRow
 from data.dialogues import Work
 from data.engines import Question
-from data.masks import AnswerTokens, Recorded, tokenise_answers
 
 # Conversations tokenised at once.
 _WINDOW = 256

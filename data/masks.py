@@ -6,8 +6,8 @@ where spans lie. Otherwise an answer begins where the rendered prompt before it 
 the whole begins with. Either way the span must hold the recorded answer and decode to the rendered text; a template
 that rewrites history (Qwen3 drops earlier reasoning) fails that, and the conversation comes back with the reason.
 
-`mask_conversations` renders and tokenises whole conversations, many at a time; `tokenise_answers` gives one recorded
-answer after exactly the prompt that `encode_prompt` makes, which no rewriting disturbs.
+Whole conversations are rendered and tokenised, many at a time. A single answer after its prompt, which no rewriting
+disturbs, is data/answer_tokens.py's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from data.chat import PLAIN, ChatFormat, Message, TemplateRejected, encode_marke
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "Seventy-two"
+NO_CLOSING = "the template closes an answer with no token at which the target stops"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the fields that transformers takes for one another
 
 
@@ -48,29 +49,6 @@ class Masked:
         return mask
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """An answer that somebody recorded as text, and what stood before it.
-
-    Attributes:
-        whole: it ended by itself; a cut one gets no closing token.
-    """
-
-    messages: list[Message]
-    answer: str
-    tools: list[dict] | None = None
-    whole: bool = True
-
-
-@dataclass(frozen=True)
-class AnswerTokens:
-    """Attributes: reason: why the answer cannot be told in tokens; then both lists are empty."""
-
-    prompt_ids: list[int] = field(default_factory=list)
-    answer_ids: list[int] = field(default_factory=list)
-    reason: str = ""
-
-
 def closing_token(tokenizer, form: ChatFormat = PLAIN, eos_ids: Collection[int] = ()) -> int | None:
     """The token with which the model ends an answer, as the template writes it; None when it writes none.
 
@@ -78,7 +56,7 @@ def closing_token(tokenizer, form: ChatFormat = PLAIN, eos_ids: Collection[int] 
         eos_ids: tokens at which generation stops, where they are known; else any special token counts.
     """
     try:
-        text = render(tokenizer, [_message("user", "How many?"), _message("assistant", _PROBE)], None, form)
+        text = render(tokenizer, [message("user", "How many?"), message("assistant", _PROBE)], None, form)
     except TemplateRejected:
         return None
     after = text.rpartition(_PROBE)[2]
@@ -133,66 +111,6 @@ def mask_conversations(
     return [Masked(reason=d.reason) if d.reason else Masked(d.encoding.ids, d.spans) for d in drafts]
 
 
-def tokenise_answers(
-    tokenizer, recorded: Sequence[Recorded], form: ChatFormat = PLAIN, eos_ids: Collection[int] = ()
-) -> list[AnswerTokens]:
-    """Recorded answers as the tokens that the target would have written after its prompt, closing token included.
-
-    The prompt's tokens are those of `encode_prompt`. Arguments and errors as in `mask_conversations`.
-    """
-    closing = closing_token(tokenizer, form, eos_ids)
-    found: list[AnswerTokens | None] = [None] * len(recorded)
-    asked: list[tuple[int, str, str]] = []  # (place, prompt, prompt with answer), both as text
-    for place, row in enumerate(recorded):
-        if not row.answer.strip():
-            found[place] = AnswerTokens(reason="an empty answer")
-        elif row.whole and closing is None:
-            found[place] = AnswerTokens(reason=_NO_CLOSING)
-        else:
-            try:
-                prompt = render(tokenizer, row.messages, row.tools, form, asks=True)
-                asked.append((place, prompt, prompt + _continuation(tokenizer, row, prompt, form)))
-            except TemplateRejected as error:
-                found[place] = AnswerTokens(reason=str(error))
-    texts = [text for _, prompt, whole in asked for text in (prompt, whole)]
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    for (place, prompt, whole), prompt_ids, whole_ids in zip(asked, ids[::2], ids[1::2], strict=True):
-        found[place] = _after_prompt(tokenizer, prompt_ids, whole_ids, whole[len(prompt) :])
-    for place, row in enumerate(recorded):
-        if row.whole and not found[place].reason:
-            found[place].answer_ids.append(closing)
-    return found
-
-
-_NO_CLOSING = "the template closes an answer with no token at which the target stops"
-
-
-def _continuation(tokenizer, row: Recorded, prompt: str, form: ChatFormat) -> str:
-    """The answer as the template writes it after its prompt (some cut white space), else as it was recorded."""
-    try:
-        whole = render(tokenizer, [*row.messages, _message("assistant", row.answer)], row.tools, form)
-    except TemplateRejected:
-        return row.answer
-    rest, bare = whole[len(prompt) :], row.answer.strip()
-    if not whole.startswith(prompt) or rest.startswith(row.answer) or not rest.lstrip().startswith(bare):
-        return row.answer
-    return rest[: rest.index(bare) + len(bare)]
-
-
-def _after_prompt(tokenizer, prompt_ids: list[int], whole_ids: list[int], answer: str) -> AnswerTokens:
-    """What follows the prompt's tokens. A token that would join prompt and answer is what no generation gives: the
-    answer is then tokenised by itself."""
-    if whole_ids[: len(prompt_ids)] == prompt_ids:
-        answer_ids = whole_ids[len(prompt_ids) :]
-    else:
-        answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    if not prompt_ids:
-        return AnswerTokens(reason="the chat template gives no token")
-    if not same_text(tokenizer.decode(answer_ids), answer):
-        return AnswerTokens(reason="the answer's tokens decode to another text")
-    return AnswerTokens(list(prompt_ids), list(answer_ids))
-
-
 @dataclass
 class _Draft:
     """A conversation on its way: `starts` are characters where answers begin, `runs` the tokens that marks cover."""
@@ -222,7 +140,7 @@ class _Draft:
             try:
                 last = ids.index(closing, first, end)
             except ValueError:
-                self.reason = f"answer {number} has no closing token" if closing is not None else _NO_CLOSING
+                self.reason = f"answer {number} has no closing token" if closing is not None else NO_CLOSING
                 return
             self.spans.append((first, last + 1))
 
@@ -358,5 +276,5 @@ def _require_offsets(tokenizer) -> None:
         )
 
 
-def _message(role: str, content: str) -> Message:
+def message(role: str, content: str) -> Message:
     return {"role": role, "content": content}

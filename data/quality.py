@@ -21,7 +21,7 @@ PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 # Shares of labels under this mean that somebody else wrote the answers (TRAPS 31).
 LOW_AGREEMENT = 0.8
 _BINS = 32  # of a histogram, about
-NEAR_ROWS = 50_000  # comparing costs about a millisecond a text
+NEAR_ROWS = 20_000  # comparing costs about a millisecond a text
 LANGUAGE_ROWS = 5_000  # a classification costs about as much
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from data.chat import PLAIN, ChatFormat, encode_prompt, messages_of, render
+from data.answer_tokens import Recorded, tokenise_answers
+from data.chat import PLAIN, ChatFormat, TemplateRejected, encode_prompt, messages_of, render
 from data.fetch_target import resolve_target
-from data.masks import Recorded, closing_token, mask_conversations, tokenise_answers
+from data.masks import closing_token, mask_conversations
 from data.settings import RunConfig
 from templates import characters_tokenizer
 from tiny_tokenizer import tiny_tokenizer
@@ -175,6 +176,26 @@ def test_recorded_answers_that_were_cut_are_not_closed_and_empty_ones_are_named(
     assert tokenise_answers(tokenizer, [Recorded(talk("a"), "caf\xe9")])[0].reason == (
         "the answer's tokens decode to another text"
     )
+
+
+def test_an_answer_that_names_a_stop_token_is_no_answer_of_the_target():
+    """Generation would have ended there."""
+    tokenizer = characters_tokenizer("llama3")
+    rows = [Recorded(talk("a"), "b<|eot_id|>c"), Recorded(talk("a"), "b")]
+    named, plain = tokenise_answers(tokenizer, rows)
+    assert named.reason == "a token at which the target stops stands in the answer" and named.answer_ids == []
+    assert tokenizer.decode(plain.answer_ids) == "b<|eot_id|>"
+
+
+def test_half_a_surrogate_pair_costs_its_own_row_only():
+    tokenizer = characters_tokenizer("llama3")
+    bad, good = mask_conversations(tokenizer, [talk("a\ud83d", "b"), talk("a", "b")])
+    assert bad.reason == "half a surrogate pair in a text"
+    assert [tokenizer.decode(good.ids[a:b]) for a, b in good.spans] == ["b<|eot_id|>"]
+    bad, good = tokenise_answers(tokenizer, [Recorded(talk("a"), "b\ud83d"), Recorded(talk("a"), "b")])
+    assert bad.reason == "half a surrogate pair in a text" and tokenizer.decode(good.answer_ids) == "b<|eot_id|>"
+    with pytest.raises(TemplateRejected):
+        encode_prompt(tokenizer, talk("a\ud83d"))
 
 
 @pytest.mark.slow
