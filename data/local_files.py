@@ -2,7 +2,7 @@
 
 A row that cannot be read comes as an `Unusable`; the next one follows. The builders of `datasets` end at the first bad
 line and give all rows of a file one schema (tool arguments of one row then hold the keys of all others): JSON is read
-here line by line, and Parquet and Arrow by pyarrow itself, batch by batch.
+here, line by line.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from data.columnar import Row, arrow_rows, parquet_rows, parquet_size
 from data.prompt import Unusable
 
 JSON_LINES, JSON, PARQUET, ARROW = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".arrow",)
 SUFFIXES = (*JSON_LINES, *JSON, *PARQUET, *ARROW)
 LONGEST_LINE = 32 << 20  # bytes: a conversation is far shorter, and one line must not fill the memory
-_CHUNK, _BATCH, _SAMPLE = 1 << 20, 500, 1 << 16
+_CHUNK, _SAMPLE = 1 << 20, 1 << 16
 
 _DECODER = json.JSONDecoder()
 _BEFORE_ARRAY, _BETWEEN_ROWS = re.compile(r"\ufeff?\s*\[?"), re.compile(r"[\s,]*")
-
-Row = tuple[str, object]
 
 
 def files_of(source: str) -> list[str]:
@@ -57,9 +56,9 @@ def rows_of(path: str) -> Iterator[Row]:
     suffix = _suffix(path)
     try:
         if suffix in PARQUET:
-            yield from _parquet_rows(path)
+            yield from parquet_rows(path)
         elif suffix in ARROW:
-            yield from _arrow_rows(path)
+            yield from arrow_rows(path)
         else:
             with _opened(path) as file:
                 yield from (_array_rows(file) if suffix in JSON and _is_array(file) else _line_rows(file))
@@ -71,7 +70,7 @@ def known_rows(paths: list[str]) -> int | None:
     """How many rows the files hold, where their kind says so without reading them."""
     if not all(_suffix(path) in PARQUET for path in paths):
         return None
-    return sum(_parquet(path).metadata.num_rows for path in paths)
+    return sum(map(parquet_size, paths))
 
 
 def identity(paths: list[str]) -> str:
@@ -159,80 +158,3 @@ def _element(text: str, start: int) -> tuple[object, int | None]:
     except (json.JSONDecodeError, RecursionError):
         return None, None
     return (row, end) if end < len(text) else (None, None)  # a number or a word may go on in the next piece
-
-
-def _parquet(path: str):
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"prompts: {path} is no whole Parquet file ({_line(error)})") from error
-
-
-def _parquet_rows(path: str) -> Iterator[Row]:
-    import pyarrow
-
-    file, number = _parquet(path), 0
-    for group in range(file.num_row_groups):
-        end = number + file.metadata.row_group(group).num_rows
-        try:
-            for batch in file.iter_batches(_BATCH, row_groups=[group]):
-                yield from _batch_rows(batch, number)
-                number += batch.num_rows
-        except (pyarrow.ArrowException, OSError) as error:
-            problem = _line(error)  # the other groups of the file may be whole
-            yield from ((f"row {n}", Unusable("an unreadable part of the file", problem)) for n in range(number, end))
-            number = end
-
-
-def _arrow_rows(path: str) -> Iterator[Row]:
-    """Rows of an Arrow file: of the stream format that `datasets` writes, or of the file format."""
-    import pyarrow
-
-    number = 0
-    with pyarrow.memory_map(path) as file:
-        try:
-            try:
-                batches = pyarrow.ipc.open_stream(file)
-            except pyarrow.ArrowInvalid:
-                reader = pyarrow.ipc.open_file(file)
-                batches = (reader.get_batch(n) for n in range(reader.num_record_batches))
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"prompts: {path} is no Arrow file ({_line(error)})") from error
-        try:
-            for batch in batches:
-                for start in range(0, batch.num_rows, _BATCH):
-                    yield from _batch_rows(batch.slice(start, _BATCH), number + start)
-                number += batch.num_rows
-        except (pyarrow.ArrowException, OSError) as error:
-            yield f"row {number} and all after it", Unusable("an unreadable part of the file", _line(error))
-
-
-def _batch_rows(batch, number: int) -> Iterator[Row]:
-    try:
-        rows = batch.to_pylist()
-    except (ValueError, OverflowError) as error:  # bytes that are no UTF-8 (a ValueError), dates that Python lacks
-        if batch.num_rows == 1:
-            yield f"row {number}", Unusable("an unreadable row", _line(error))
-            return
-        for index in range(batch.num_rows):
-            yield from _batch_rows(batch.slice(index, 1), number + index)
-        return
-    yield from ((f"row {number + index}", without_null(row)) for index, row in enumerate(rows))
-
-
-def without_null(value: object) -> object:
-    """A row of a columnar file without the keys, in objects inside of it, that only other rows have."""
-    return {key: _dropped(inner) for key, inner in value.items()} if isinstance(value, dict) else value
-
-
-def _dropped(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _dropped(inner) for key, inner in value.items() if inner is not None}
-    return [_dropped(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.columnar import converted_rows, converters
 from data.generator import SPLITS, generated_prompts
-from data.local_files import SUFFIXES, Row, files_of, identity, known_rows, rows_of, without_null
+from data.local_files import SUFFIXES, Row, files_of, identity, known_rows, rows_of
 from data.settings import StageError
 
 BUILTIN = "builtin"
@@ -121,6 +122,8 @@ def _builder(name: str, hub_id: str, config: str | None, revision: str | None):
 
 def _stream(name: str, rows) -> Iterator[Row]:
     """Raises StageError when the Hub ends the stream: without the rest of its rows the set would be another one."""
+    features = getattr(rows, "features", None)
+    columns = converters(features.arrow_schema, decoded=True) if features else {}
     number, stream = 0, iter(rows)
     while True:
         try:
@@ -131,7 +134,7 @@ def _stream(name: str, rows) -> Iterator[Row]:
             raise StageError(
                 f"prompts: {name} cannot be read beyond row {number}: {_line(error)}; run it again, or download it"
             ) from error
-        yield f"row {number}", without_null(row)
+        yield f"row {number}", converted_rows([row], columns)[0]
         number += 1
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from data import local_files
+from data.conversations import prompt_of
 from data.local_files import files_of, identity, known_rows, rows_of
 from data.prompt import Unusable
 from data.settings import StageError
@@ -103,6 +104,32 @@ def test_parquet_and_both_forms_of_arrow(tmp_path):
         assert read(tmp_path / name) == [(f"row {n}", row) for n, row in enumerate(FULL)], name
     assert known_rows([str(tmp_path / "rows.parquet")] * 2) == 6
     assert known_rows([str(tmp_path / "rows.parquet"), str(tmp_path / "file.arrow")]) is None
+
+
+def test_unlike_messages_that_datasets_keeps_as_json_are_messages_again(tmp_path):
+    calls = [{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    rows = [{"messages": messages}, {"messages": None}, {"messages": [{"role": "user", "content": ["part"]}]}]
+    features = datasets.Features({"messages": datasets.List(datasets.Json())})
+    data = datasets.Dataset.from_list(rows, features=features)
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "rows.parquet")
+    for path in (tmp_path / "saved", tmp_path / "rows.parquet"):
+        assert [row for _, row in open_source(str(path)).rows()] == rows, path
+    turn = prompt_of({"messages": [*messages, {"role": "tool", "content": "1"}]}, "d").turns[0]
+    assert turn[1]["tool_calls"] == calls
+
+
+def test_streams_of_the_hub_leave_out_the_nulls_of_a_schema_but_not_those_of_json(tmp_path, monkeypatch):
+    text, struct = datasets.Value("string"), {"a": datasets.Value("int64"), "b": datasets.Value("int64")}
+    features = datasets.Features({"n": text, "args": [struct], "json": datasets.List(datasets.Json())})
+    rows = [{"n": None, "args": [{"a": 1, "b": None}], "json": [{"a": None}, {"c": [None, 2]}]}]
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    files = {"train": str(tmp_path / "rows.parquet")}
+    builder = datasets.load_dataset_builder("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *args, **more: builder)
+    assert list(open_source("some/set").rows()) == [("row 0", {**rows[0], "args": [{"a": 1}]})]
+    assert [row for _, row in open_source(files["train"]).rows()] == [{**rows[0], "args": [{"a": 1}]}]
 
 
 def test_broken_parquet_is_refused_or_skipped_in_part(tmp_path):
@@ -214,7 +241,7 @@ def test_a_hub_id_may_name_configuration_split_and_revision(hub):
     source = open_source("some/set:main@test#v2")
     assert hub.calls == [(("some/set", "main"), {"revision": "v2"})]
     assert list(source.rows()) == [
-        ("row 0", {"split": "test", "text": "one", "more": {"a": 1}}),
+        ("row 0", {"split": "test", "text": "one", "more": {"a": 1, "b": None}}),
         ("row 1", {"split": "test", "text": "two", "more": None}),
     ]
     assert (source.domain, source.count, source.version) == ("set", 2, COMMIT)
