@@ -14,11 +14,13 @@ from data.answers import target_identity
 from data.settings import RunConfig, load_config
 from mistakes import mistake
 from tiny import EOS, MASK, PAD, VOCAB
+from trainers import make_trainer
 from training import train_drafter
+from training.agreement import label_agreement
 from training.arguments import check_training_options, set_threads, spread_batch, zero_stage
 from training.checkpoints import check_same_run, publish, write_json
-from training.plan import label_agreement, prepare, sample_tokens
-from training.progress import Progress
+from training.plan import prepare, sample_tokens
+from training.progress import Progress, read_log
 from training.rows import TrainingRows
 from training.session import described
 from training_runs import ROOT, answer_rows, environment, free_port, run_ranks, write_run
@@ -236,6 +238,21 @@ def test_low_agreement_is_said_once_while_training_too(tmp_path):
         progress.on_log(None, SimpleNamespace(global_step=step), None, logs=logs | known)
         assert len(said) == (step >= 2)
     assert said[0].startswith("step 2: only 79% of the labels are the target's argmax")
+
+
+def test_agreement_is_logged_where_the_loss_has_no_teacher_too(tmp_path):
+    """Cross entropy alone: another row at each line, far from the one before. The target wrote every second row."""
+    trainer = make_trainer(tmp_path, max_steps=3)
+    rows = answer_rows(16)
+    for index in range(0, 16, 2):
+        prompt = torch.tensor([rows[index].prompt_ids])
+        text = trainer.target.model.generate(prompt, max_new_tokens=9, do_sample=False)[0].tolist()
+        rows[index] = replace(rows[index], answer_ids=text[len(rows[index].prompt_ids) :], stop="length")
+    trainer.train_dataset = TrainingRows(rows, 64, 6, seed=0)
+    trainer.train()
+    shares = [line["agreement"] for line in read_log(tmp_path / "log.jsonl")]
+    asked = [1_000_003 * step % 16 for step in (1, 2, 3)]
+    assert asked == [3, 6, 9] and shares[1] == 1 and max(shares[0], shares[2]) < 0.5
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers.utils.logging import disable_progress_bar
 
 from data.answers import AnswerRow, check_origin
 from data.chat import ChatFormat
 from data.environment import check_compiler
-from data.feature_cache import cache_settings, capture
+from data.feature_cache import cache_settings
 from data.features import resolve_taps
 from data.fetch_target import resolve_target
 from data.rows import Rows, answers_of, as_rows, open_answers
@@ -32,6 +31,7 @@ from models.fitting import check_mask_token
 from models.placement import placement
 from models.streaming import stream_target
 from models.target import Target, choose_dtype, load_target
+from training.agreement import label_agreement
 from training.arguments import check_training_options, rank_device, set_threads, spread_batch, world
 from training.attention import KERNELS, choose_attention
 from training.checkpoints import (
@@ -257,21 +257,3 @@ def sample_tokens(data: TrainingSet, device: torch.device, rows: int = 8) -> Ten
     tokens = [data[i].tokens_S for i in range(min(rows, len(data)))]
     length = min(len(t) for t in tokens)
     return torch.stack([t[:length] for t in tokens]).to(device)
-
-
-def label_agreement(target: Target, data: TrainingSet, rows: int = 4) -> float:
-    """Share of answer tokens of a few rows that are the target's own argmax (TRAPS 31: text that the target did not
-    write trains a drafter for another model). Read from stored final states, else from one forward of all these rows.
-    """
-    samples = [data.documents[i] for i in range(min(rows, len(data.documents)))]
-    finals = [sample.final_SD for sample in samples]
-    if any(final_SD is None for final_SD in finals):
-        tokens_RS = pad_sequence([sample.tokens_S for sample in samples], batch_first=True)
-        finals = capture(target, tokens_RS.to(target.device), (0,), with_final=True)[1]
-    hits, total = 0, 0
-    for sample, final_SD in zip(samples, finals, strict=True):
-        before_SD = final_SD[: len(sample.tokens_S) - 1].to(target.device, target.dtype)
-        agree = target.logits(before_SD).argmax(-1).cpu() == sample.tokens_S[1:]
-        hits += int(agree[sample.supervised_S[1:]].sum())
-        total += int(sample.supervised_S[1:].sum())
-    return hits / max(1, total)

@@ -20,12 +20,16 @@ from data.settings import RunConfig
 from models.checkpoint import save_draft_ids
 from models.target import Target
 from training.adapters import full_weights, lora_layers, save_adapter
+from training.agreement import label_agreement
 from training.checkpoints import PROVENANCE, UNFINISHED, point_to_best, publish, saving, write_json
 from training.evaluation import TrainingEvaluation
 from training.forward import block_loss
 from training.metrics import Window
 from training.objective import Objective, Terms, batch_gamma, curriculum
 from training.order import shuffled_in_place
+
+# Rows that are looked at in turn lie apart: neighbours often come from one source.
+_SPREAD = 1_000_003
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -160,7 +164,16 @@ class DrafterTrainer(Trainer):
         if "loss" in logs and self.window.sums_KT is not None:
             logs.update(self.window.figures(self._sum_over_ranks), distill_lambda=self.lambda_now())
             self.window = Window()
+            self._add_agreement(logs)
         super().log(logs, start_time)
+
+    def _add_agreement(self, logs: dict[str, float]) -> None:
+        """Where the loss has no distribution of the target: how far one row's labels are the target's own, another row
+        at each log line. Only the rank that writes the log asks, and only a target whose layers are in memory."""
+        if "agreement" not in logs and self.is_world_process_zero() and not self.target.streams:
+            with self.window.timed("away"):
+                row = self.state.global_step * _SPREAD
+                logs["agreement"] = label_agreement(self.target, self.train_dataset, 1, row)
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return self.accelerator.reduce(tensor, "sum")
