@@ -176,6 +176,18 @@ def _apply(tokenizer, messages: list[Message], tools: list[dict] | None, form: C
         raise TemplateRejected(f"the chat template rejects the messages: {' '.join(str(error).split())}") from error
 
 
+def date_warning(tokenizer, form: ChatFormat = PLAIN) -> str | None:
+    """One line about a template that writes today's date (Llama 3's): tomorrow the same prompt has other tokens."""
+    template = getattr(tokenizer, "chat_template", None)
+    words = template if isinstance(template, str) else json.dumps(template)
+    if "strftime_now" not in words or "date_string" in form.arguments:
+        return None
+    return (
+        "warning: the chat template writes today's date into prompts, so that answers, training and evaluation of "
+        "different days differ: give --template_args 'date_string=26 Jul 2024', or the argument that it takes"
+    )
+
+
 def require_template(tokenizer) -> None:
     """Raises ValueError for a tokenizer without a chat template: a made-up format would not be the target's own."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):

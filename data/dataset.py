@@ -86,6 +86,7 @@ def dataset(config: RunConfig) -> None:
     else:
         _write(config, material, folder, wanted)
     if config.push_to_hub:
+        _write_card(config, read_manifest(str(folder)), json.loads((folder / REPORT[0]).read_text("utf-8")), folder)
         where = push(folder, config.push_to_hub, config.private, "dataset", "data set", _OWN_FILES)
         print(f"uploaded: {where}")
 
@@ -166,8 +167,7 @@ def _write(config: RunConfig, material: Material, folder: Path, wanted: dict) ->
             manifest |= material.about
             _write_report(report, partial, material)
             _write_manifest(manifest, partial)
-            text = card.dataset_card(manifest, report, config.target, config.push_to_hub)
-            (partial / "README.md").write_text(text, encoding="utf-8")
+            _write_card(config, manifest, report, partial)
             (partial / _KEY).unlink()
             replace_folder(partial, folder)
     print(f"dataset: {total} rows in {len(shards)} Parquet files in {folder}, fingerprint {manifest['fingerprint']}")
@@ -248,6 +248,12 @@ def _report_alone(config: RunConfig, material: Material, folder: Path) -> None:
         if manifest.get("key") == material.key:
             _write_manifest(manifest | {"report": report_settings(config)}, folder)
     _say(report, folder, material)
+
+
+def _write_card(config: RunConfig, manifest: dict, report: dict, folder: Path) -> None:
+    """README.md, with the Hub id under which the folder is about to lie, if any."""
+    text = card.dataset_card(manifest, report, config.target, config.push_to_hub)
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _write_manifest(manifest: dict, folder: Path) -> None:

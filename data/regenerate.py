@@ -22,7 +22,15 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from data import answers, features
 from data.answer_store import FAILED, SKIPPED, Accounts, AnswerStore, holds_rows, writers
-from data.chat import PLAIN, ChatFormat, TemplateRejected, encode_prompt, messages_of, template_fingerprint
+from data.chat import (
+    PLAIN,
+    ChatFormat,
+    TemplateRejected,
+    date_warning,
+    encode_prompt,
+    messages_of,
+    template_fingerprint,
+)
 from data.dialogues import Work, turn_ids
 from data.engine_local import LocalEngine
 from data.engine_recorded import RecordedEngine
@@ -75,6 +83,8 @@ def regenerate(config: RunConfig) -> None:
     try:
         _check_ids(prompts, store)
         work = Work(config, target.tokenizer, prompts, store, rank, ranks)
+        if rank == 0 and (said := date_warning(target.tokenizer, work.form)):
+            print(said, file=sys.stderr)
         record = {"num_prompts": config.num_prompts, "settings": settings}
         record |= {"prompts": {"fingerprint": prompts.fingerprint, "counts": prompts.counts}}
         answers.write_manifest(folder, {"finished": False, **record, "counts": store.counts(prompts.turns)})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from data.benchmarks import LoadedBenchmark, load_benchmark
-from data.chat import ChatFormat, TemplateRejected, Turn, encode_prompt, messages_of, turn_text
+from data.chat import ChatFormat, TemplateRejected, Turn, date_warning, encode_prompt, messages_of, turn_text
 from data.conversations import Columns
 from data.environment import choose_device
 from data.fetch_target import resolve_target
@@ -136,8 +136,13 @@ def load_session(config: RunConfig, drafter_folder: str, rank: int = 0, ranks: i
         print(f"target: {', '.join(f'{count} layers on {name}' for name, count in counts.items())}")
     if rank == 0:
         print(f"drafter: {drafter.describe()}")
-        if said := warning(config, target.tokenizer, read_provenance(drafter_folder)):
-            print(said, file=sys.stderr)
+        tokenizer = target.tokenizer
+        for said in (
+            warning(config, tokenizer, read_provenance(drafter_folder)),
+            date_warning(tokenizer, ChatFormat.of(config)),
+        ):
+            if said:
+                print(said, file=sys.stderr)
     temperature = read_temperature(config.run_dir, drafter_folder) if config.confidence_threshold else 1.0
     return Session(config, target, drafter, drafter_folder, rank, ranks, temperature)
 

@@ -11,7 +11,15 @@ import yaml
 
 from data import make_features, regenerate
 from data.answers import check_origin, read_manifest, read_rows
-from data.chat import PLAIN, ChatFormat, encode_prompt, messages_of, parse_arguments, template_fingerprint
+from data.chat import (
+    PLAIN,
+    ChatFormat,
+    date_warning,
+    encode_prompt,
+    messages_of,
+    parse_arguments,
+    template_fingerprint,
+)
 from data.feature_cache import FeatureCache, cache_settings
 from data.settings import RunConfig, load_config
 from eval.chat_format import compare_formats, trained_format, warning
@@ -259,3 +267,10 @@ def test_template_arguments_reach_the_template():
     assert tokenizer.decode(encode_prompt(tokenizer, messages, form=form)) == "monday,u:hi/a:think."
     assert template_fingerprint(tokenizer, form) != template_fingerprint(tokenizer, ChatFormat(True))
     assert template_fingerprint(tokenizer, ChatFormat(False)) == template_fingerprint(tokenizer)
+
+
+def test_a_template_that_writes_todays_date_is_said_unless_it_is_given():
+    template = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}" + TEMPLATE
+    assert "give --template_args 'date_string=26 Jul 2024'" in date_warning(tiny_tokenizer(template))
+    assert date_warning(tiny_tokenizer(template), ChatFormat(False, {"date_string": "26 Jul 2024"})) is None
+    assert date_warning(tiny_tokenizer()) is None and date_warning(tiny_tokenizer(None)) is None

@@ -10,10 +10,11 @@ from datasets import load_dataset
 
 from data import dataset as stage
 from data import prepare, shards
-from data.answers import target_identity
+from data.answers import check_origin, target_identity
 from data.card import size_category
-from data.chat import PLAIN, encode_prompt, messages_of, template_fingerprint
-from data.rows import open_rows
+from data.chat import PLAIN, ChatFormat, encode_prompt, messages_of, template_fingerprint
+from data.rows import open_answers, open_rows
+from data.settings import load_config
 from hub_stand_in import TOKEN, Repository, running_hub
 from mistakes import mistake
 from test_publish import files_of
@@ -266,6 +267,43 @@ def test_the_report_alone(run, tmp_path):
     assert {name: files_of(folder)[name] for name in alone} == alone
 
 
+def test_training_takes_the_data_set_for_the_answers_that_it_is_made_of(run, tmp_path, target):
+    assert stage.main(run) == 0
+    config = load_config(run[0], {"answers": str(tmp_path / "run" / "dataset")})
+    rows, manifest = open_answers(config)
+    assert rows.digest == open_rows(str(tmp_path / "run" / "answers")).digest and rows[3].stop == "length"
+    now = {"target_identity": target_identity(target), "quantization": "none"}
+    template = template_fingerprint(tiny_tokenizer(TOOL_TEMPLATE))
+    check_origin(manifest, now | {"template": template}, config.answers)
+    with pytest.raises(ValueError, match="are those of chat template"):
+        check_origin(manifest, now | {"template": "another"}, config.answers)
+    with pytest.raises(ValueError, match="asked with thinking False"):
+        check_origin(manifest, now | {"template": template}, config.answers, ChatFormat(True))
+
+
+def test_a_full_disk_is_one_line_and_whole_shards_stay(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shards, "_BATCH_ROWS", 1)
+    monkeypatch.setattr(stage, "write_shards", lambda folder, records: shards.write_shards(folder, records, limit=1))
+    write, written = shards.pyarrow.parquet.ParquetWriter.write_table, []
+
+    def fails(self, table):
+        written.append(table)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        write(self, table)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.pyarrow.parquet.ParquetWriter, "write_table", fails)
+        assert stage.main(run) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dataset: ")]
+    assert len(lines) == 1 and "shard-00002.parquet could not be saved" in lines[0] and "No space left" in lines[0]
+    partial = tmp_path / "run" / ".dataset.partial" / "data"
+    assert sorted(path.name for path in partial.iterdir()) == ["shard-00000.parquet", "shard-00001.parquet"]
+    assert not (tmp_path / "run" / "dataset").exists()
+    assert stage.main(run) == 0 and "goes on behind 2 rows" in capsys.readouterr().out
+    assert not partial.exists()
+
+
 def test_labels_of_another_writer_are_no_argmax_of_the_target(run, tmp_path, capsys):
     """The answers here were made up: a random target would have written others (TRAPS 31)."""
     assert stage.main([*run[:-1], "2"]) == 0
@@ -308,6 +346,7 @@ def test_a_private_push_of_a_finished_data_set(run, hub):
     assert stage.main(run) == 0
     assert stage.main([*run, "--push_to_hub", "tester/new", "--private"]) == 0
     assert (hub.repositories["tester/new"].private, hub.repositories["tester/new"].kind) == (True, "dataset")
+    assert b'load_dataset("tester/new"' in hub.repositories["tester/new"].files["README.md"]
 
 
 def test_a_refused_push_says_how_to_go_on(run, tmp_path, hub, capsys):
