@@ -155,7 +155,7 @@ def write_export(folder: Path, drafter: Drafter, target: Target | None, source: 
 
 def target_weights(config: RunConfig) -> str:
     """Identity of the target that answered for this run; empty for a drafter from elsewhere."""
-    settings = {} if config.drafter else read_manifest(config.path("answers")).get("settings") or {}
+    settings = {} if config.drafter else read_manifest(config.answers or config.path("answers")).get("settings") or {}
     return settings.get("target_identity") or ""
 
 
