@@ -6,12 +6,15 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.rows import as_rows
 from data.settings import load_config
+from eval.environment import versions
 from models.checkpoint import load_drafter
 from tiny import tiny_drafter, tiny_target
 from training.adapters import FOLDER
@@ -178,6 +181,23 @@ def test_logged_losses_of_a_resumed_run_are_equal(scenarios):
     for name, steps in {"mixed": 12, **dict.fromkeys(PARTLY, 6)}.items():
         made = losses(scenarios / name)
         assert len(set(made)) == steps and made == losses(scenarios / f"{name}-split")
+
+
+def test_each_checkpoint_says_where_its_weights_come_from(scenarios):
+    """Options, code, libraries and data: whoever finds the folder alone can make it again."""
+    source, rows = scenarios / "global", answer_rows(16)
+    config = load_config(str(source / "config.yaml"))
+    code = json.loads((scenarios / "code-0.json").read_text())
+    for step in (3, 6):
+        folder = source / "run" / "checkpoints" / f"checkpoint-{step}"
+        found = json.loads((folder / "provenance.json").read_text())
+        assert found["step"] == step and found["config"] == json.loads(json.dumps(asdict(config)))
+        assert found["config"]["training"]["save_steps"] == 3 and found["config"]["run_dir"] == str(source / "run")
+        assert {name: found[name] for name in code} == code
+        assert found["versions"] == versions() and found["versions"]["torch"] == torch.__version__
+        assert found["semantic"]["answers"] == as_rows(rows).digest
+    rows[7].answer_ids[2] += 1
+    assert found["semantic"]["answers"] != as_rows(rows).digest
 
 
 def test_zero_3_with_gradient_checkpointing_gives_the_losses_of_zero_1(scenarios):

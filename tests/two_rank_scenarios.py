@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from data import batches
 from data.settings import load_config
+from eval.environment import git_commit, git_diff
 from trainers import SpoiledObjective
 from training import overfit, session, train_drafter
 from training.plan import prepare
@@ -79,6 +80,8 @@ def straight(folder):
     rank = trainer.args.process_index
     torch.save(states(trainer), folder / f"straight-{rank}.pt")
     run(folder / "split" / "config.yaml", stop=10)
+    # What the clone is at this moment: it may change while the tests run.
+    (folder / f"code-{rank}.json").write_text(json.dumps({"git_commit": git_commit(), "git_diff": git_diff()}))
     run(folder / "global" / "config.yaml")
     run(folder / "odd" / "config.yaml")
     small_updates(folder)
