@@ -124,7 +124,7 @@ class Endpoint:
         self.asking, self.config = asking, config
         parts = urlsplit(address)
         self.name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        self._key = os.environ.get(config.server_key_variable, "")
+        self._key = _key(config.server_key_variable)
         self._client = openai.AsyncOpenAI(
             base_url=address,
             api_key=self._key or "none",
@@ -221,7 +221,9 @@ class Endpoint:
             if counted in (None, asked):
                 return form
             refusals.append(f"{form.prompt}: {counted} prompt tokens, the target's template gives {asked}")
-        raise ValueError(f"endpoints: {self.name} takes no request for {self.model}; {'; '.join(refusals[-3:])}")
+        hint = "" if "/v1" in self.name else "; the addresses of most servers end in /v1"
+        said = "; ".join(refusals[-3:])
+        raise ValueError(f"endpoints: {self.name} takes no request for {self.model}: {said}{hint}")
 
     def _forms(self) -> Iterator[Form]:
         api = self.config.server_api
@@ -291,7 +293,8 @@ class Endpoint:
         status, wait = error.status_code, _retry_after(error.response.headers.get("retry-after"))
         detail = self._clean(_said(error))
         if status in (401, 403):  # of the endpoint, whatever is asked
-            hint = f"{detail}; the key is read from the environment variable {self.config.server_key_variable}"
+            variable = self.config.server_key_variable
+            hint = f"{detail}; " + (f"the key is that of {variable}" if variable else "name --server_key_variable")
             return Trouble(f"HTTP {status}", hint, blames_row=False)
         if status in (408, 409, 429) or status >= 500 and status != 501:
             waits = wait if status in _OVERLOADED else None
@@ -303,6 +306,13 @@ class Endpoint:
         """One line for people, without the key."""
         line = " ".join(text.split())[:300]
         return line.replace(self._key, "***") if self._key else line
+
+
+def _key(variable: str) -> str:
+    """The key in an environment variable; none is sent unless one is named. Raises ValueError when it is not set."""
+    if variable and not os.environ.get(variable):
+        raise ValueError(f"server_key_variable: the environment variable {variable} is not set")
+    return os.environ[variable] if variable else ""
 
 
 def backoff(base: float, failures: int) -> float:

@@ -77,7 +77,7 @@ class RunConfig(PromptOptions, DatasetOptions):
         600.0, "seconds without an answer from any endpoint, all of them failing, that end the run", "regenerate"
     )
     server_key_variable: str = option(
-        "OPENAI_API_KEY", "environment variable that holds the servers' key, where they want one", "regenerate"
+        "", "name of the environment variable that holds the servers' key, where they want one", "regenerate"
     )
     answer_batch_size: int = option(64, "rows answered, or read for features, at once", "regenerate features demo")
     answers: str = option(

@@ -170,6 +170,8 @@ def _check_ids(prompts: Prepared, store: AnswerStore) -> None:
 def _engine(name: str, config: RunConfig, target: Asked, taps: tuple[int, ...], work: Work) -> Engine:
     if name == LOCAL:
         return _local_engine(config, target, taps, work)
+    if config.keep_features:
+        print("no features are kept: this process does not see the target's hidden states (launch.sh features does)")
     if not target.eos_ids:
         raise ValueError(f"target: neither config.json nor generation_config.json of {target.path} has an eos_token_id")
     if name == RECORDED:

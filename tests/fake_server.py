@@ -93,6 +93,8 @@ class FakeServer:
     async def _reply(self, path: str, content: bytes) -> bytes | None:
         if path == "/v1/models":
             return packed(200, {"object": "list", "data": [{"id": self.model}]})
+        if path not in ("/v1/completions", "/v1/chat/completions"):
+            return packed(404, {"detail": "Not Found"})
         body = json.loads(content)
         refusal = self._refusal(path, body)
         if refusal is not None:

@@ -26,7 +26,6 @@ TALKS = [["hi there"], ["what is 3?"], ["b", "c, then?"], ["why", "how", "when?"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(engine_server, "_PAUSE", 0.002)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.fixture
@@ -115,8 +114,25 @@ def test_another_template_at_the_server_is_refused(run, capsys):
     assert "the target's template gives" in capsys.readouterr().err and not Accounts(str(run.answers)).places
 
 
+def test_no_key_is_sent_unless_one_is_named(run, monkeypatch):
+    """OpenAI's own client would send every server the key of OpenAI."""
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret-value")
+    with FakeServer(run.tokenizer) as server:
+        assert run(endpoints=[server.url]) == 0
+        assert server.keys == {"Bearer none"}
+
+
+def test_an_address_without_v1_is_explained(run, capsys):
+    with FakeServer(run.tokenizer) as server:
+        assert run(endpoints=[server.url.removesuffix("/v1")]) == 2
+    assert "end in /v1" in capsys.readouterr().err
+
+
 def test_the_key_is_sent_and_never_told(run, monkeypatch, capsys):
+    assert run(endpoints=["http://127.0.0.1:9/v1"], server_key_variable="MY_KEY") == 2
+    assert "the environment variable MY_KEY is not set" in capsys.readouterr().err
     monkeypatch.setenv("MY_KEY", "s3cret-value")
+    monkeypatch.setenv("OPENAI_API_KEY", "of-somebody-else")
     with FakeServer(run.tokenizer, fault=lambda body: "401") as server:
         assert run(endpoints=[server.url], server_key_variable="MY_KEY") == 2
         assert "HTTP 401" in capsys.readouterr().err
