@@ -33,8 +33,8 @@ _BEFORE_ARRAY, _BETWEEN_ROWS = re.compile(r"\ufeff?\s*\[?"), re.compile(r"[\s,]*
 def files_of(source: str) -> list[str]:
     """The files that a source names, in the order of their names; [] when it names none on this machine.
 
-    A folder stands for all files of a known kind below it. Raises ValueError for a folder without one, and for a file
-    of another kind.
+    A folder stands for all files of a known kind below it; a file of any other kind is read as JSON lines. Raises
+    ValueError for a folder without one.
     """
     path = os.path.expanduser(source)
     if os.path.isdir(path):
