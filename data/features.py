@@ -24,6 +24,7 @@ from torch import Tensor
 
 from data.answers import read_manifest
 from data.disk import written
+from data.feature_index import FeatureIndex, read_entries
 from data.settings import RunConfig
 from models.configuration import check_taps, default_taps
 
@@ -88,7 +89,8 @@ class FeatureWriter:
         self.folder, self._prefix = Path(folder, FOLDER), f"r{rank}-" if rank else ""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._index = self.folder / f"{self._prefix}{INDEX}"
-        index = {key: place for key, place in _read_index(self._index).items() if done is None or key in done}
+        # The last entry of a row counts.
+        index = {key: place for key, place in read_entries(self._index) if done is None or key in done}
         lost = sorted((done or set()) - set(index))
         if lost:
             raise ValueError(f"{self.folder} lacks features of {len(lost)} answers, such as {lost[0]}; delete {folder}")
@@ -150,28 +152,26 @@ class FeatureReader:
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads the indexes again: what other processes have written since is seen from now on.
-
-        Of a row in several indexes the longest entry counts: another rank may have cut it at a smaller limit.
-        """
-        self._index: dict[str, tuple[str, int, int]] = {}
-        for path in sorted(self.folder.glob(f"*{INDEX}")):
-            found = _read_index(path).items()
-            self._index |= {key: place for key, place in found if place[2] > self.length(key)}
+        """Reads the indexes again: what other processes have written since is seen from now on."""
+        self.index = FeatureIndex(sorted(self.folder.glob(f"*{INDEX}")))
 
     def __contains__(self, row_id: str) -> bool:
-        return row_id in self._index
+        return self.index.place(row_id) is not None
 
     def length(self, row_id: str) -> int:
         """Tokens stored of a row, 0 for a row that is not there."""
-        return self._index[row_id][2] if row_id in self._index else 0
+        place = self.index.place(row_id)
+        return place[2] if place else 0
 
     def get(self, row_id: str) -> tuple[Tensor, Tensor | None]:
         """Taps [len, L*D] in id order and final hidden states [len, D] (None where they were not stored), bf16.
 
         len = len(prompt_ids) + len(answer_ids) - 1.
         """
-        shard, offset, length = self._index[row_id]
+        place = self.index.place(row_id)
+        if place is None:
+            raise KeyError(f"{self.folder} has no features of row {row_id}")
+        shard, offset, length = place
         taps, final = self._open(self.folder / shard)
         piece = slice(offset, offset + length)
         return taps[piece], None if final is None else final[piece]
@@ -184,11 +184,3 @@ def _open_shard(path: Path):
 
 def _index_line(key: str, shard: str, offset: int, length: int) -> str:
     return json.dumps([key, shard, offset, length], ensure_ascii=False) + "\n"
-
-
-def _read_index(path: Path) -> dict[str, tuple[str, int, int]]:
-    """The last entry of each row counts; an unfinished last line is left out."""
-    if not path.is_file():
-        return {}
-    rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    return {key: (shard, offset, length) for key, shard, offset, length in rows}

@@ -1,3 +1,4 @@
+import json
 import random
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from data import answers, features
 from data.engine_local import answer_batch
 from data.engines import Question
+from data.feature_index import FeatureIndex
 from data.features import FeatureReader, FeatureWriter, gather_taps, resolve_taps
 from data.settings import RunConfig
 from tiny import VOCAB, tiny_target
@@ -85,6 +87,24 @@ def test_reader_returns_rows_and_refuses_other_features(tmp_path):
         FeatureReader(str(tmp_path / "answers"), TAPS, "xyz")
     with pytest.raises(ValueError, match="holds no features"):
         FeatureReader(str(tmp_path / "other"))
+
+
+def test_of_many_entries_of_a_row_the_longest_counts(tmp_path):
+    """As a dict of all entries has it, for made-up index files."""
+    source, expected, paths = random.Random(0), {}, []
+    for rank in range(3):
+        lines = []
+        for _ in range(200):
+            key, length = f"row-{source.randrange(150)} \u00e4", source.randrange(1, 6)
+            place = (f"r{rank}-{source.randrange(4):06d}.safetensors", source.randrange(10**12), length)
+            lines.append(json.dumps([key, *place]))
+            if length > expected.get(key, ("", 0, 0))[2]:
+                expected[key] = place
+        paths.append(tmp_path / f"r{rank}-index.jsonl")
+        paths[-1].write_text("\n".join(lines) + '\n["row-999", "half')
+    index = FeatureIndex(paths)
+    assert len(index) == len(expected) and {key: index.place(key) for key in expected} == expected
+    assert index.place("row-999") is None and FeatureIndex([]).place("row-1") is None
 
 
 def test_writer_continues_and_drops_what_no_row_names(tmp_path):

@@ -126,7 +126,7 @@ def test_a_killed_run_loses_and_repeats_nothing(run, monkeypatch, lost):
     reader = FeatureReader(run.folder)
     assert all(len(reader.get(r.id)[0]) == len(r.prompt_ids) + len(r.answer_ids) - 1 for r in rows)
     shards = {path.name for path in Path(run.folder, "features").glob("*.safetensors*")}
-    assert shards == {place[0] for key, place in reader._index.items() if key in straight}
+    assert shards == {reader.index.place(key)[0] for key in straight}
 
 
 def test_a_finished_run_returns_without_loading_the_target(run, monkeypatch, capsys):
