@@ -84,7 +84,7 @@ class RunConfig(PromptOptions, DatasetOptions):
         "",
         "answers to train on: a folder of the stage dataset, a data set of the Hub, or another run's answers "
         "(default: RUN/answers)",
-        "features train",
+        "features train export",
     )
     keep_features: bool = option(
         True, "store the taps of the answers (bf16), so that training needs no target forward", "regenerate train demo"

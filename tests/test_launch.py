@@ -161,8 +161,10 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_bench_chooses_its_program_by_the_word_training(launch):
+def test_bench_chooses_its_program_by_a_word(launch):
     assert launch("bench", "--parts", "tree", "share").returncode == 0
     assert launch.log()[-1] == "-m eval.bench configs/demo.yaml --parts tree share"
     assert launch("bench", "--training", "--parts", "loss").returncode == 0
     assert launch.log()[-1] == "-m training.bench configs/demo.yaml --parts loss"
+    assert launch("bench", "--data", "--bench_processes", "4").returncode == 0
+    assert launch.log()[-1] == "-m eval.bench_data configs/demo.yaml --bench_processes 4"

@@ -26,7 +26,7 @@ STAGES = {
     "export": ["eval/export.py"],
     "inspect": ["eval/inspection.py"],
     "verify": ["eval/verify.py"],
-    "bench": ["eval/bench.py", "training/bench.py"],
+    "bench": ["eval/bench.py", "eval/bench_data.py", "training/bench.py"],
 }
 # Read by what these stages share with eval, but without effect: they decode chains, or trees of a fixed policy.
 NO_EFFECT = {
