@@ -93,19 +93,18 @@ def _conversation(row: dict, columns: Columns) -> tuple[list[Turn], list[str]]:
     if isinstance(value, str) and name in (*CONVERSATIONS, columns.messages):
         value = parsed(value, "no turns")
     if isinstance(value, str):
-        turns, answers = [_instruction(row, value) if name == "instruction" else value], []
+        value = [_instruction(row, value) if name == "instruction" else value]
     elif not isinstance(value, list) or not value:
         raise Unusable("no turns")
     elif all(isinstance(part, dict) for part in value):
         turns, answers = split_turns([message_of(part, columns.role, columns.content) for part in value])
-    elif name in {*_USERS_ALONE, columns.prompt}:
-        turns, answers = value, []
-    else:
-        turns, answers = value[::2], value[1::2]
-    if any(not isinstance(part, str) for part in answers) or any(not isinstance(t, str | list) for t in turns):
+        return _with_system(row, columns, turns), answers + _own_answer(row, columns, len(turns) - len(answers))
+    if any(not isinstance(part, str) for part in value):
         raise Unusable("a turn is not text")
-    if any(not part.strip() for part in [*turns, *answers] if isinstance(part, str)):
+    if any(not part.strip() for part in value):
         raise Unusable("an empty turn")
+    alone = name in {*_USERS_ALONE, columns.prompt}
+    turns, answers = (value, []) if alone else (value[::2], value[1::2])
     return _with_system(row, columns, turns), answers + _own_answer(row, columns, len(turns) - len(answers))
 
 

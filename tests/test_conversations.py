@@ -189,6 +189,7 @@ SKIPPED = {
     "no known column": [{"a": 1, "b": 2}, {}, {"data": "text"}],
     "a turn is not text": [
         {"turns": [3]},
+        {"turns": [[user("q")]]},
         {"turns": ["q", None]},
         {"messages": [{"role": "user", "content": 3}]},
         {"messages": [{"role": "user", "content": float("nan")}]},
