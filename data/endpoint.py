@@ -2,8 +2,8 @@
 
 Servers differ in what they take. A first small request finds the best form that a server accepts: the prompt's token
 ids, else its text, else messages; with the knobs and the token ids of vLLM and SGLang, else with a generation config of
-transformers serve, else with the plain OpenAI fields alone. In every form the server must count as many prompt tokens
-as the target's own template gives.
+transformers serve, else with the plain OpenAI fields alone. In every form the server must have read the prompt tokens
+that the target's own template gives, as far as it says: their number, or which they are.
 
 An endpoint that fails a few times in a row rests, and is asked again by one small request after ever longer pauses.
 """
@@ -209,7 +209,10 @@ class Endpoint:
     async def _accepted(self, question: Question) -> Form:
         """The first form that the server takes. Raises ValueError when it takes none."""
         refusals: list[str] = []
+        misread: set[tuple[str, bool]] = set()  # with fewer fields the server would only say less about it
         for form in self._forms():
+            if (form.prompt, form.without_bos) in misread:
+                continue
             try:
                 reply = await self._request(form, question, 1)
             except (Trouble, BadReply) as trouble:
@@ -217,10 +220,11 @@ class Endpoint:
                     raise
                 refusals.append(f"{form.prompt} with {form.fields}: {trouble}")
                 continue
-            counted, asked = reply.prompt_tokens, len(question.prompt_ids)
-            if counted in (None, asked):
+            difference = reply.other_prompt(question)
+            if not difference:
                 return form
-            refusals.append(f"{form.prompt}: {counted} prompt tokens, the target's template gives {asked}")
+            misread.add((form.prompt, form.without_bos))
+            refusals.append(f"{form.prompt}: {difference}")
         hint = "" if "/v1" in self.name else "; the addresses of most servers end in /v1"
         said = "; ".join(refusals[-3:])
         raise ValueError(f"endpoints: {self.name} takes no request for {self.model}: {said}{hint}")

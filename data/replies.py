@@ -36,6 +36,7 @@ class Reply:
         finish: "stop", "length", or another finish_reason.
         stop_token: the id at which it stopped.
         prompt_tokens, completion_tokens: as the server counts them.
+        prompt_ids: what it read.
     """
 
     text: str | None
@@ -44,6 +45,16 @@ class Reply:
     stop_token: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_ids: list[int] | None = None
+
+    def other_prompt(self, question: Question) -> str:
+        """How the prompt that the server read differs from the target's own; "" where it does not, or nobody knows."""
+        asked = len(question.prompt_ids)
+        if self.prompt_tokens is not None and self.prompt_tokens != asked:
+            return f"{self.prompt_tokens} prompt tokens, the target's template gives {asked}"
+        if self.prompt_ids is not None and self.prompt_ids != question.prompt_ids:
+            return "other prompt tokens than those that the target's template gives"
+        return ""
 
 
 def parse_reply(content: bytes) -> Reply:
@@ -67,6 +78,7 @@ def parse_reply(content: bytes) -> Reply:
         _whole(choice.get("stop_reason")),
         _whole(usage.get("prompt_tokens")),
         _whole(usage.get("completion_tokens")),
+        _ids(choice.get("prompt_token_ids", body.get("prompt_token_ids"))),
     )
 
 
@@ -99,10 +111,8 @@ class AnswerReader:
         """Raises BadReply for a reply whose tokens cannot be told for certain."""
         if reply.finish not in ("stop", "length"):
             raise BadReply(f"finish_reason {reply.finish}")
-        asked = len(question.prompt_ids)
-        if reply.prompt_tokens is not None and reply.prompt_tokens != asked:
-            detail = f"{reply.prompt_tokens} prompt tokens, the target's template gives {asked}"
-            raise BadReply("the server read another prompt", detail)
+        if difference := reply.other_prompt(question):
+            raise BadReply("the server read another prompt", difference)
         ended = reply.finish == "stop"
         ids = self._encoded(reply, ended) if reply.token_ids is None else self._given(reply)
         ids, stop = cut_answer(ids, self.eos_ids)

@@ -140,7 +140,7 @@ class FakeServer:
         choice = {"index": 0, "finish_reason": "stop" if stop == "eos" else "length"}
         chat = path == "/v1/chat/completions"
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        choice |= {"token_ids": ids} if body.get("return_token_ids") else {}
+        choice |= {"token_ids": ids, "prompt_token_ids": asked} if body.get("return_token_ids") else {}
         usage = {"prompt_tokens": len(asked), "completion_tokens": len(ids)}
         return {"id": "x", "model": self.model, "choices": [choice], "usage": usage}
 

@@ -18,7 +18,7 @@ from data.engines import Sampling
 from data.regenerate import main
 from fake_server import FakeServer
 from tiny import EOS
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 TALKS = [["hi there"], ["what is 3?"], ["b", "c, then?"], ["why", "how", "when?"], ["x y z"], ["last one 9"], ["q"]]
 
@@ -107,11 +107,15 @@ def test_another_model_is_refused_and_may_be_named(run, capsys):
 
 
 def test_another_template_at_the_server_is_refused(run, capsys):
-    """TRAPS 28: where only messages can be sent, the server's own template must give as many tokens."""
-    other = tiny_tokenizer("{% for m in messages %}{{ m.content }}//{% endfor %}a:")
-    with FakeServer(other, "chat") as server:
-        assert run(endpoints=[server.url]) == 2
-    assert "the target's template gives" in capsys.readouterr().err and not Accounts(str(run.answers)).places
+    """TRAPS 28: where messages are sent, the server's own template must give as many tokens, or the same ones."""
+    longer, other = TEMPLATE.replace("a:", "ab:"), TEMPLATE.replace("a:", "b:")
+    for kind, template in (("chat", longer), ("vllm", other)):
+        with FakeServer(tiny_tokenizer(template), kind) as server:
+            assert run(endpoints=[server.url], server_api="chat") == 2
+        assert "the target's template gives" in capsys.readouterr().err and not Accounts(str(run.answers)).places
+    with FakeServer(run.tokenizer, "vllm") as server:
+        assert run(endpoints=[server.url], server_api="chat") == 0
+    assert len(run.rows()) == 10
 
 
 def test_no_key_is_sent_unless_one_is_named(run, monkeypatch):
