@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from huggingface_hub import DatasetCardData
 
 from data.hub import without_paths
@@ -34,7 +36,8 @@ def dataset_card(manifest: dict, report: dict, target: str, place: str = "") -> 
         target: the run's `target` option.
         place: the Hub id under which the data set will lie; "" for the folder alone.
     """
-    settings, name = manifest["settings"], without_paths(target)
+    settings = manifest["settings"]
+    name = os.path.basename(target.rstrip("/")) if os.path.exists(target) else without_paths(target)
     what = (
         f"Prompts of {_sources(manifest)} and the answers that {name} wrote to them, as text and as its own tokens: "
         "training data for a drafter that speculates for this target.\n"

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,7 @@ from data.shards import count_rows, finished_shards, hash_file, name_shards, wri
 FOLDER, VERSION = "dataset", 1
 REPORT = ("report.json", "report.md", "report.png")
 _KEY = "key"  # of an unfinished folder
+_FOLDERS = re.compile(r"(?<![^\s'\"(])/\S*/")  # of this machine, in a message
 _NEAR = 0.8  # where the run does not say what near duplicates are
 # Files that an earlier upload may have left; what others put into the repository stays.
 _OWN_FILES = [f"data/train-{'[0-9]' * 5}-of-{'[0-9]' * 5}.parquet", MANIFEST, *REPORT]
@@ -227,7 +229,7 @@ def evaluation_prompts(config: RunConfig) -> tuple[Contamination | None, dict[st
             loaded = load_benchmark(name, config.eval_prompts, config.seed, config.benchmark_dir)
             found[loaded.name] = loaded.prompts
         except ValueError as error:
-            missing[without_paths(name)] = " ".join(str(error).split())[:160]
+            missing[without_paths(name)] = _FOLDERS.sub("", " ".join(str(error).split()))[:160]
     return Contamination(found, config.decontaminate_words) if found else None, missing
 
 

@@ -10,6 +10,7 @@ from data.quality import LOW_AGREEMENT, PERCENTILES
 
 matplotlib.use("Agg")  # no display is needed, and none may exist
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 _SHOWN = 10  # parts of a mix; the others are one
 _STOPS = {"eos": "tab:blue", "length": "tab:orange"}
@@ -156,7 +157,7 @@ def _draw_lengths(axis, found: dict, name: str, colour: str) -> None:
     axis.set(xlabel=name, ylabel="rows", title=f"{name}: mean {found['mean']:,.1f}", xlim=(0, bins[-1]["from"] + width))
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.legend(frameon=False)
+    axis.legend(edgecolor="none", framealpha=0.9)
 
 
 def _draw_stops(axis, report: dict) -> None:
@@ -182,7 +183,8 @@ def _draw_mix(axis, counts: dict[str, int], title: str, total: int) -> None:
     parts = _top(counts)[::-1]
     bars = axis.barh([_short(_name(name)) for name, _ in parts], [count for _, count in parts], color="tab:cyan")
     axis.bar_label(bars, [f" {count:,} ({count / total:.1%})" for _, count in parts], fontsize=9)
-    axis.set(xlabel="rows", xlim=(0, 1.5 * max(counts.values())), ylim=_room(len(parts)))
+    axis.set(xlabel="rows", xlim=(0, 1.6 * max(counts.values())), ylim=_room(len(parts)))
+    axis.xaxis.set_major_locator(MaxNLocator(4))
     axis.xaxis.set_major_formatter("{x:,.0f}")
 
 
@@ -208,7 +210,7 @@ def _draw_shares(axis, report: dict) -> None:
     drawn = axis.barh([name for name, _, _ in bars][::-1], shares[::-1], color=colours[::-1])
     labels = [f" {share:.1f} %" if of else "" for share, (_, _, of) in zip(shares, bars, strict=True)]
     axis.bar_label(drawn, labels[::-1], fontsize=9)
-    axis.set(xlabel="%", xlim=(0, 115), title="repetition, contamination, labels")
+    axis.set(xlabel="%", xlim=(0, 125), title="repetition, contamination, labels")
 
 
 def _room(bars: int) -> tuple[float, float]:

@@ -147,7 +147,11 @@ def test_the_report_and_the_card_count_right(run, tmp_path):
 
 
 def test_nothing_that_is_published_names_this_machines_folders(run, tmp_path, target):
-    assert stage.main(run) == 0
+    away = tmp_path / "no" / "bench.jsonl"
+    assert stage.main([*run, "--benchmarks", str(away), str(tmp_path / "b.jsonl")]) == 0
+    report = json.loads((tmp_path / "run" / "dataset" / "report.json").read_text())
+    assert list(report["not_looked_for"]) == ["bench.jsonl"] and report["contamination"]["benchmarks"] == {"b": 1}
+    assert "bench.jsonl" in report["not_looked_for"]["bench.jsonl"]
     for name, content in files_of(tmp_path / "run" / "dataset").items():
         for path in (str(tmp_path), target, "/home/someone"):
             assert path.encode() not in content, name
@@ -258,7 +262,9 @@ def test_the_picture_and_the_table_are_there(run, tmp_path):
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
-def test_the_report_alone(run, tmp_path):
+def test_the_report_alone(run, tmp_path, capsys):
+    line = mistake(capsys, stage.main, "dataset", *run, "--report_only", "--push_to_hub", "tester/rows")
+    assert "push_to_hub: with report_only there is no data set to upload" in line
     folder = tmp_path / "run" / "dataset"
     assert stage.main([*run, "--report_only"]) == 0
     assert sorted(files_of(folder)) == ["report.json", "report.md", "report.png"]
