@@ -30,7 +30,7 @@ def quantization_config(name: str, dtype: torch.dtype):
     if find_spec(package) is None:
         raise ValueError(f"quantization {name} needs the package {package}: pip install {package}")
     if name == "bnb-int8":
-        # LLM.int8's outlier columns are those of the whole batch: a token's logits would depend on the other branches of
+        # LLM.int8's outlier columns are those of the whole batch: a token's logits would depend on other branches of
         # the tree, by far more than rounding, and decoding would not be lossless. Without them each token is for itself.
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     if name == "bnb-nf4":
