@@ -31,7 +31,7 @@ def quantization_config(name: str, dtype: torch.dtype):
         raise ValueError(f"quantization {name} needs the package {package}: pip install {package}")
     if name == "bnb-int8":
         # LLM.int8's outlier columns are those of the whole batch: a token's logits would depend on other branches of
-        # the tree, by far more than rounding, and decoding would not be lossless. Without them each token is for itself.
+        # the tree, by far more than rounding, and decoding would not be lossless. Without them each token stands alone.
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     if name == "bnb-nf4":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
