@@ -7,7 +7,7 @@ tree: building a tree, batched against one head call a node, at the demo's and a
 share: what a round of one request spends outside the forwards of drafter and target, by stage.
 batch: tokens/s of several requests decoded at once against one at a time, AR's own gain beside it.
 The last two need the run's target and drafter. Tables for people first; the last line is one JSON object.
-`bash launch.sh bench --training` is training/bench.py.
+`bash launch.sh bench --training` is training/bench.py, `--data` eval/bench_data.py.
 
 Shape suffix: R requests decoded at once.
 """
