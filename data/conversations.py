@@ -40,6 +40,7 @@ class Columns:
     answer: str = ""
     system: str = ""
     tools: str = ""
+    domain: str = ""
     role: str = ""
     content: str = ""
 
@@ -51,6 +52,7 @@ class Columns:
             config.answer_column,
             config.system_column,
             config.tools_column,
+            config.domain_column,
             config.role_key,
             config.content_key,
         )
@@ -64,7 +66,7 @@ def prompt_of(row: object, domain: str, columns: Columns = BY_CONVENTION) -> Pro
     """The prompt in a row of a source (the generator's rows are prompts). Raises Unusable with the reason.
 
     Args:
-        domain: of rows that name none in a column domain or category.
+        domain: of rows that name none.
     """
     if isinstance(row, Prompt):
         return row
@@ -74,7 +76,8 @@ def prompt_of(row: object, domain: str, columns: Columns = BY_CONVENTION) -> Pro
         raise Unusable("not an object")
     turns, answers = _conversation(row, columns)
     tools = _tools(row, columns)
-    named = next((row[key] for key in ("domain", "category") if isinstance(row.get(key), str) and row[key]), domain)
+    kinds = [columns.domain] if columns.domain else ["domain", "category"]
+    named = next((row[key] for key in kinds if isinstance(row.get(key), str) and row[key]), domain)
     check_storable([turns, tools, answers, named])
     content = content_id(turns if tools is None else [turns, tools])
     return Prompt(_given_id(row, content), turns, named, tools, answers or None)

@@ -90,7 +90,7 @@ def _settings(config: RunConfig, old: dict) -> dict:
     return {
         "version": VERSION,
         "prompts": [_source_key(name, old) for name in config.prompts],
-        "columns": asdict(Columns.of(config)),
+        "columns": {kind: name for kind, name in asdict(Columns.of(config)).items() if name},
         "shuffle_buffer": config.shuffle_buffer,
         "seed": config.seed if drawn else None,
         "min_prompt_characters": config.min_prompt_characters,

@@ -43,6 +43,11 @@ class PromptOptions:
         "column of function definitions, a list or JSON (default: tools, functions)",
         "prepare regenerate eval bench",
     )
+    domain_column: str = option(
+        "",
+        "column of a prompt's kind, by which reports are broken down (default: domain, category, or the source's name)",
+        "prepare regenerate eval bench",
+    )
     role_key: str = option(
         "", "key of a message that says who speaks (default: role, from)", "prepare regenerate eval bench"
     )

@@ -57,10 +57,12 @@ class Prepared(Sequence[Prompt]):
         self.turns: int = self.manifest["turns"]
         self.counts: dict = self.manifest["counts"]
         self.fingerprint: str = self.manifest["fingerprint"]
-        self._table = pyarrow.ipc.open_file(pyarrow.memory_map(str(Path(folder, PROMPTS)))).read_all()
+        file = pyarrow.ipc.open_file(pyarrow.memory_map(str(Path(folder, PROMPTS))))
+        self._batches = [file.get_batch(n) for n in range(file.num_record_batches)]
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches])
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return int(self._ends[-1]) if self._batches else 0
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -72,24 +74,26 @@ class Prepared(Sequence[Prompt]):
         place = index + len(self) if index < 0 else index
         if not 0 <= place < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
-        return next(_prompts(self._table.slice(place, 1)))
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        batch = self._batches[number]
+        return next(_prompts(batch.slice(place - int(self._ends[number]) + batch.num_rows, 1)))
 
     def __iter__(self) -> Iterator[Prompt]:
-        for batch in self._table.to_batches(_BATCH_ROWS):
+        for batch in self._batches:
             yield from _prompts(batch)
 
     @cached_property
     def turn_counts(self) -> np.ndarray:
         """Turns of each prompt: int32 [prompts]."""
-        return self._table["turn_count"].to_numpy()
+        return self.column("turn_count").to_numpy()
 
     def column(self, name: str) -> pyarrow.ChunkedArray:
         """A column of all prompts without the others: id, domain, source, language ("" where none was detected)."""
-        return self._table[name]
+        return pyarrow.chunked_array([batch.column(name) for batch in self._batches], SCHEMA.field(name).type)
 
 
-def _prompts(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[Prompt]:
-    for row in table.to_pylist():
+def _prompts(batch: pyarrow.RecordBatch) -> Iterator[Prompt]:
+    for row in batch.to_pylist():
         tools, answers = (None if row[name] is None else json.loads(row[name]) for name in ("tools", "answers"))
         yield Prompt(row["id"], json.loads(row["turns"]), row["domain"], tools, answers)
 

@@ -111,7 +111,8 @@ def test_ids_and_domains():
     assert read({"turns": ["q"], "id": 7, "domain": "talk"}).id == "7"
     assert read({"turns": ["q"], "domain": "talk"}).domain == "talk"
     assert read({"turns": ["q"], "category": "math"}).domain == "math"
-    assert read({"turns": ["q"]}).domain == "file"
+    assert read({"turns": ["q"]}).domain == read({"turns": ["q"], "domain": 3}).domain == "file"
+    assert read({"turns": ["q"], "category": "math", "source": "set"}, domain="source").domain == "set"
     hashed = read({"turns": ["q"]}).id
     assert len(hashed) == 16 and read({"turns": ["q"], "id": " "}).id == read({"turns": ["q"], "id": True}).id == hashed
     assert read({"turns": ["q"], "tools": [{"name": "f"}]}).id != hashed
