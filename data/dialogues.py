@@ -6,6 +6,7 @@ read one at a time from the prompts, so that memory holds those under way and th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -81,13 +82,19 @@ class Work:
         self._outcomes: list[Outcome] = []
         self._bar: tqdm | None = None
 
-    def dialogues(self) -> Iterator[Dialogue]:
-        """The share's conversations with an open turn, in order."""
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """A progress bar while an engine is at work; `dialogues` may be read to its end long before."""
         total, others = self.store.open_turns(self.prompts.turns) // self.ranks, self.rank > 0
         with tqdm(total=total, desc="answers", unit="row", disable=others) as self._bar:
-            for index, (prompt, count) in enumerate(_conversations(self.prompts)):
-                if index % self.ranks == self.rank and not self._settled(prompt, count):
-                    yield Dialogue(self.prompts[index])
+            yield
+        self._bar = None
+
+    def dialogues(self) -> Iterator[Dialogue]:
+        """The share's conversations with an open turn, in order."""
+        for index, (prompt, count) in enumerate(_conversations(self.prompts)):
+            if index % self.ranks == self.rank and not self._settled(prompt, count):
+                yield Dialogue(self.prompts[index])
 
     def question(self, dialogue: Dialogue) -> Question | None:
         """The next open turn of a conversation; None when there is none. What cannot be asked is recorded."""

@@ -89,7 +89,9 @@ def regenerate(config: RunConfig) -> None:
         record |= {"prompts": {"fingerprint": prompts.fingerprint, "counts": prompts.counts}}
         answers.write_manifest(folder, {"finished": False, **record, "counts": store.counts(prompts.turns)})
         if store.open_turns(prompts.turns):
-            _engine(engine, config, target, tuple(settings["tap_ids"] or ()), work).run(work)
+            answering = _engine(engine, config, target, tuple(settings["tap_ids"] or ()), work)
+            with work.shown():
+                answering.run(work)
         _finish(record, work, prompts)
     finally:
         store.close()

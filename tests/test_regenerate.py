@@ -81,6 +81,12 @@ def test_rows_are_the_targets_own_greedy_text_and_all_input_is_accounted(run, ta
     assert by_id["p2.turn2"].prompt_ids == encode_prompt(tokenizer, messages_of(["b", "c, then?"], [first]))
 
 
+def test_the_bar_moves_to_its_end(run, capsys):
+    assert run() == 0
+    bar = capsys.readouterr().err.split("answers:")[-1]
+    assert bar.startswith(" 100%"), bar
+
+
 def test_batching_changes_no_greedy_answer(run):
     assert run(answer_batch_size=1) == 0
     alone = {row.id: row for row in read_answers(run.folder)[0]}
