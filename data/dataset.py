@@ -78,13 +78,14 @@ def dataset(config: RunConfig) -> None:
     if config.push_to_hub:
         check_access(config.push_to_hub)
     material, folder = collect(config), Path(config.path(FOLDER))
-    if config.report_only:
+    manifest, wanted = read_manifest(str(folder)), report_settings(config)
+    whole = manifest.get("key") == material.key and all((folder / s["file"]).is_file() for s in manifest["shards"])
+    if whole and manifest["report"] == wanted and not config.report_only:
+        print(f"dataset: finished already, {manifest['rows']} rows in {folder}")
+    elif whole:
+        _renew_report(config, material, folder, manifest | {"report": wanted})
+    elif config.report_only:
         _report_alone(config, material, folder)
-        return
-    wanted = report_settings(config)
-    finished = read_manifest(str(folder))
-    if finished.get("key") == material.key and finished.get("report") == wanted:
-        print(f"dataset: finished already, {finished['rows']} rows in {folder}")
     else:
         _write(config, material, folder, wanted)
     if config.push_to_hub:
@@ -240,15 +241,22 @@ def _write_report(report: dict, folder: Path, material: Material) -> None:
     quality_report.draw(report, picture)
 
 
+def _renew_report(config: RunConfig, material: Material, folder: Path, manifest: dict) -> None:
+    """Another report on a data set that is there: its rows stay as they are."""
+    report = make_report(config, material, read_shards([folder / shard["file"] for shard in manifest["shards"]]))
+    with written(f"the report in {folder}"):
+        _write_report(report, folder, material)
+        _write_card(config, manifest, report, folder)
+        _write_manifest(manifest, folder)
+    _say(report, folder, material)
+
+
 def _report_alone(config: RunConfig, material: Material, folder: Path) -> None:
-    """report.* in RUN/dataset; a data set that is there stays as it is."""
+    """report.* in RUN/dataset, which holds no data set of these answers."""
     report = make_report(config, material, answered(material.rows, material.prompts, material.tokenizer))
     make_folder(str(folder), "run_dir")
     with written(f"the report in {folder}"):
         _write_report(report, folder, material)
-        manifest = read_manifest(str(folder))
-        if manifest.get("key") == material.key:
-            _write_manifest(manifest | {"report": report_settings(config)}, folder)
     _say(report, folder, material)
 
 

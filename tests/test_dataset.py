@@ -181,6 +181,27 @@ def test_a_finished_data_set_is_left_alone_and_new_answers_replace_it(run, tmp_p
     assert manifest["rows"] == 5 and manifest["fingerprint"] != fingerprint
 
 
+@pytest.mark.parametrize("words", [[], ["--report_only"]])
+def test_another_report_leaves_the_rows_alone(run, tmp_path, monkeypatch, words):
+    assert stage.main(run) == 0
+    folder, shard = tmp_path / "run" / "dataset", "data/train-00000-of-00001.parquet"
+    before, written = files_of(folder), (folder / shard).stat().st_mtime_ns
+    monkeypatch.setattr(stage, "write_shards", None)
+    assert stage.main([*run, "--max_row_length", "20", *words]) == 0
+    after = files_of(folder)
+    assert json.loads(after["report.json"])["max_row_length"] == 20 and (folder / shard).stat().st_mtime_ns == written
+    assert {name for name in after if after[name] != before[name]} == {"report.json", "report.md", "manifest.json"}
+    assert stage.main([*run, "--max_row_length", "20"]) == 0
+
+
+def test_a_data_set_that_lost_a_file_is_written_again(run, tmp_path):
+    assert stage.main(run) == 0
+    before = files_of(tmp_path / "run" / "dataset")
+    (tmp_path / "run" / "dataset" / "data" / "train-00000-of-00001.parquet").unlink()
+    assert stage.main(run) == 0
+    assert files_of(tmp_path / "run" / "dataset") == before
+
+
 def test_shards_and_a_run_that_is_killed_between_them(run, tmp_path, monkeypatch, capsys):
     """It goes on behind the last whole shard, and ends with the same bytes."""
     monkeypatch.setattr(shards, "_BATCH_ROWS", 1)
