@@ -20,27 +20,23 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
 from data import card, quality, quality_report
-from data.answers import MANIFEST, check_origin, make_folder, read_manifest, target_identity
+from data.answers import MANIFEST, make_folder, read_manifest
 from data.benchmarks import load_benchmark
-from data.chat import ChatFormat, template_fingerprint
 from data.contamination import Contamination
 from data.disk import replace_folder, written
-from data.fetch_target import resolve_target
 from data.filters import language_identifier
 from data.hub import check_access, push, without_paths
-from data.prompt_store import Prepared
+from data.material import VERSION, Material, collect
 from data.records import Record, answered, read_shards
-from data.rows import Rows, open_rows
 from data.settings import RunConfig, run_stage
 from data.shards import count_rows, finished_shards, hash_file, name_shards, write_shards
 
-FOLDER, VERSION = "dataset", 1
+FOLDER = "dataset"
 REPORT = ("report.json", "report.md", "report.png")
 _KEY = "key"  # of an unfinished folder
 _FOLDERS = re.compile(r"(?<![^\s'\"(])/\S*/")  # of this machine, in a message
@@ -51,24 +47,6 @@ _OWN_FILES = [f"data/train-{'[0-9]' * 5}-of-{'[0-9]' * 5}.parquet", MANIFEST, *R
 
 def main(argv: list[str]) -> int:
     return run_stage("dataset", argv, dataset)
-
-
-@dataclass(frozen=True)
-class Material:
-    """What a data set is made of.
-
-    Attributes:
-        path: of the target.
-        about: what the manifest says of its origin.
-        key: changes with any of it.
-    """
-
-    rows: Rows
-    prompts: Prepared
-    tokenizer: object
-    path: str
-    about: dict
-    key: str
 
 
 def dataset(config: RunConfig) -> None:
@@ -92,48 +70,6 @@ def dataset(config: RunConfig) -> None:
         _write_card(config, read_manifest(str(folder)), json.loads((folder / REPORT[0]).read_text("utf-8")), folder)
         where = push(folder, config.push_to_hub, config.private, "dataset", "data set", _OWN_FILES)
         print(f"uploaded: {where}")
-
-
-def collect(config: RunConfig) -> Material:
-    """Opens and checks answers, prompts and tokenizer. Raises ValueError when something is missing or unfinished."""
-    from transformers import AutoTokenizer
-
-    answers = config.path("answers")
-    manifest = read_manifest(answers)
-    if not manifest:
-        raise ValueError(f"the answers in {answers} are missing; run: bash launch.sh regenerate CONFIG")
-    if not manifest.get("finished") and not config.allow_partial:
-        raise ValueError(
-            f"the answers in {answers} are not finished: run bash launch.sh regenerate CONFIG to its end, or give "
-            "--allow_partial for a data set of those that are there"
-        )
-    path, form = resolve_target(config), ChatFormat.of(config)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"target: cannot read the tokenizer of {path}: {str(error).splitlines()[0]}") from error
-    now = {"target_identity": target_identity(path), "template": template_fingerprint(tokenizer, form)}
-    check_origin(manifest, now | {"quantization": config.quantization}, answers, form)
-    prompts = Prepared(config.path("prompts"))
-    if manifest.get("prompts", {}).get("fingerprint", prompts.fingerprint) != prompts.fingerprint:
-        raise ValueError(
-            f"the answers in {answers} were asked with other prompts than those in {prompts.folder}: prepare them with "
-            "the options of then, or delete both folders and run: bash launch.sh regenerate CONFIG"
-        )
-    rows = open_rows(answers)
-    if not len(rows):
-        raise ValueError(f"{answers} holds no answer")
-    about = without_paths(
-        {
-            "settings": manifest.get("settings", {}),
-            "partial": not manifest.get("finished"),
-            "counts": {} if not manifest.get("finished") else manifest.get("counts", {}),
-            "prompts": {name: prompts.manifest.get(name) for name in ("fingerprint", "settings", "sources", "counts")},
-        }
-    )
-    told = [VERSION, rows.digest, prompts.manifest["content"], about]
-    key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
-    return Material(rows, prompts, tokenizer, path, about, key)
 
 
 def report_settings(config: RunConfig) -> dict:
