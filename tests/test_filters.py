@@ -163,18 +163,24 @@ def test_contamination_is_n_words_in_a_row():
 
 
 def test_prompts_shorter_than_n_are_found_whole():
-    index = Contamination({"short": benchmark("Write a poem about the moon.", "What is it?", "Sum the list: [1, 2]")})
-    assert index.found_in(["Could you write a poem about the moon for me?"]) == ["short"]
-    assert index.found_in(["Could you write a poem about the sun and the moon?"]) == []
+    index = Contamination({"short": benchmark("Write a poem about the moon and the sea.", "What is it?", "[1, 2]")})
+    assert index.found_in(["Could you write a poem about the moon and the sea for me?"]) == ["short"]
+    assert index.found_in(["Could you write a poem about the sea and the moon?"]) == []
     # Too short to say anything within a longer text.
-    assert index.found_in(["What is it?"]) == ["short"] == index.found_in(["what is IT?"])
-    assert index.found_in(["Tell me, what is it?"]) == []
+    assert index.found_in(["What is it?"]) == ["short"] == index.found_in(["Hello", "what is IT"])
+    assert index.found_in(["Tell me, what is it?"]) == index.found_in([""]) == index.found_in(["?"]) == []
 
 
 def test_contamination_is_counted_by_benchmark():
-    index = Contamination({"one": benchmark(QUESTION, "Name the capital of France please"), "two": benchmark(QUESTION)})
+    index = Contamination(
+        {"one": benchmark(QUESTION, "Name the capital of France, and of Italy too"), "two": benchmark(QUESTION)}
+    )
     filters = Filters(contamination=index)
-    prompts = [prompt(QUESTION, id=1), prompt("Name the capital of France, please.", id=2), prompt("Hello there", id=3)]
+    prompts = [
+        prompt(QUESTION, id=1),
+        prompt("Please name the capital of France and of Italy, too.", id=2),
+        prompt("Hello there", id=3),
+    ]
     assert judged(filters, prompts) == (["3"], {"asked by evaluation": 2})
     assert filters.contaminated == {"one": 2, "two": 1}
 
@@ -185,6 +191,26 @@ def test_the_form_around_the_tasks_of_a_benchmark_is_no_contamination():
     index = Contamination({"code": benchmark(*tasks)})
     assert index.found_in([f"{form}: print the date"]) == []
     assert index.found_in(["How to return the number 7 of the 7th kind in a list of 7 kinds?"]) == ["code"]
+
+
+def test_the_words_that_prompts_of_a_benchmark_begin_or_end_with_are_cut_off():
+    """Maths sets for training end with the very words of the harnesses."""
+    boxed = "Please reason step by step, and put your final answer within \\boxed{}."
+    names = [f"name{n}" for n in range(100)]
+    texts = [f"{name} buys {n} red apples, and eats {n // 2} of them at once. How many does she have? {boxed}"
+             for n, name in enumerate(names)]  # fmt: skip
+    index = Contamination({"gsm": benchmark(*texts)})
+    assert index.found_in([f"Bob sells 3 green pears, and keeps 9 for us. How many does she have? {boxed}"]) == []
+    assert index.found_in([f"A question: {texts[40].removesuffix(boxed)}"]) == ["gsm"]
+    # What is left of a prompt that is mostly form is found whole, or alone where it is very short.
+    form = "Write a solution to the following problem and make sure that it passes the tests"
+    index = Contamination({"code": benchmark(*(f"{form}: {name} by {name}" for name in names))})
+    assert index.found_in([f"{form}: name7 by name7"]) == index.found_in(["Name7 by name7!"]) == ["code"]
+    assert index.found_in([f"{form}: print the date"]) == index.found_in(["First name7 by name7"]) == []
+    index = Contamination(
+        {"code": benchmark(*(f"{form}: {name} that {name} by {name} and the {name}" for name in names))}
+    )
+    assert index.found_in(["Now name7 that name7 by name7 and the name7, please"]) == ["code"]
 
 
 def test_seen_is_a_set_across_its_parts():
