@@ -3,13 +3,14 @@ thinking on and off; recorded with answers and drafters, and a difference is ref
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
-from data import make_features, regenerate
+from data import dataset, make_features, regenerate
 from data.answers import check_origin, read_manifest, read_rows
 from data.chat import (
     PLAIN,
@@ -111,6 +112,19 @@ def test_answers_say_their_format_and_no_other_is_mixed_in(runs, capsys):
         capsys, regenerate.main, "regenerate", runs["thinking on"], "--thinking", "false", "--num_prompts", "2"
     )
     assert "answers made with" in line
+
+
+def test_a_data_set_of_the_targets_own_answers_says_format_and_full_agreement(runs):
+    """The whole way: prompts, regeneration, data set; every label is the target's argmax (TRAPS 31)."""
+    config = load_config(str(runs["thinking on"]))
+    assert dataset.main([str(runs["thinking on"]), "--agreement_rows", "4"]) == 0
+    report = json.loads(Path(config.path("dataset", "report.json")).read_text())
+    labels = sum(len(row.answer_ids) for row in rows_of(config).values())
+    assert report["agreement"] == {"rows": 4, "labels": labels, "equal": labels}
+    assert (report["rows"], report["conversations"], report["tokenised_again"]) == (4, 3, 0)
+    assert "- thinking: on\n" in Path(config.path("dataset", "README.md")).read_text()
+    line = Path(config.path("dataset", "report.md")).read_text()
+    assert f"| labels equal to the target's argmax ({labels} of 4 answers) | 100.0% |" in line
 
 
 def test_answers_of_before_there_were_formats_were_plain(runs):
