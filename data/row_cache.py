@@ -39,11 +39,13 @@ class RowSource:
         files: in order.
         read: the rows of one file. Raises ValueError, naming the place, for what is no row.
         prompts: row ids in the order of the prompts, where they are known, with what changes when that order does.
+        expected: how many rows a manifest says there are, for the bar's time left.
     """
 
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[AnswerRow]]
     prompts: tuple[str, Callable[[], Iterable[str]]] | None = None
+    expected: int | None = None
 
     def key(self) -> str:
         """A name for the content of the files, wherever they lie, and for the order of the rows."""
@@ -122,7 +124,7 @@ def _write(source: RowSource, path: str) -> dict[str, int]:
 
 
 def _first_ones(source: RowSource, places: dict[str, int]) -> Iterator[AnswerRow]:
-    with tqdm(desc="rows", unit="row", unit_scale=True, delay=2) as bar:
+    with tqdm(desc="rows", total=source.expected, unit="row", unit_scale=True, delay=2) as bar:
         for path in source.files:
             for row in source.read(path):
                 bar.update()

@@ -95,16 +95,17 @@ def local_source(source: str) -> str:
 
 
 def _find(folder: Path) -> RowSource:
-    files = answer_files(str(folder))
+    manifest, files = read_manifest(str(folder)), answer_files(str(folder))
+    expected = manifest.get("rows") or manifest.get("counts", {}).get("done")
     if files:
-        return RowSource(tuple(files), read_jsonl, _prompt_order(folder))
+        return RowSource(tuple(files), read_jsonl, _prompt_order(folder, manifest), expected)
     files = sorted(folder.rglob("*.parquet"))
     if not files:
         raise ValueError(f"answers: {folder} holds neither answers*.jsonl nor *.parquet")
-    return RowSource(tuple(files), read_parquet)
+    return RowSource(tuple(files), read_parquet, expected=expected)
 
 
-def _prompt_order(answers: Path) -> tuple[str, Callable[[], Iterable[str]]] | None:
+def _prompt_order(answers: Path, manifest: dict) -> tuple[str, Callable[[], Iterable[str]]] | None:
     """Row ids in the order of the prompts beside the answers, if the answers say that they were asked with those.
 
     Answers of before there were prepared prompts stay in their own order, so that runs on them can be resumed.
@@ -113,7 +114,7 @@ def _prompt_order(answers: Path) -> tuple[str, Callable[[], Iterable[str]]] | No
     from data.prompt_store import Prepared
     from data.prompt_store import read_manifest as read_prompts
 
-    asked = read_manifest(str(answers)).get("prompts", {}).get("fingerprint")
+    asked = manifest.get("prompts", {}).get("fingerprint")
     folder = str(answers.parent / "prompts")
     if asked is None or read_prompts(folder).get("fingerprint") != asked:
         return None
