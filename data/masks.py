@@ -211,13 +211,14 @@ def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _token_at(encoding, place: int, length: int) -> int | None:
-    """The token that begins at a character; None when one lies across it. Some tokenizers leave white space out of
-    their tokens' places, so that it belongs to the token behind it."""
+    """The token that begins at a character; None when one lies across it. Some tokenizers leave spaces out of their
+    tokens' places: a token of nothing else is found by its end, walking back from the next one."""
     for character in range(place, length):
         token = encoding.char_to_token(character)
         if token is not None:
-            start = encoding.token_to_chars(token)[0]
-            return token if start >= place else None
+            while token and encoding.token_to_chars(token - 1)[1] > place:
+                token -= 1
+            return token if encoding.token_to_chars(token)[0] >= place else None
     return None
 
 

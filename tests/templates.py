@@ -7,7 +7,7 @@ two line ends in a row, as large vocabularies have) goes with them, so that span
 
 from __future__ import annotations
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 # Reasoning stands in <think> tags before an answer; only what follows the last user's message keeps it. With thinking
@@ -96,3 +96,33 @@ def characters_tokenizer(name: str) -> PreTrainedTokenizerFast:
         tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", bos_token=first, eos_token=last,
         chat_template=template,
     )  # fmt: skip
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every byte, as byte-level vocabularies spell what they have no word for; ChatML without marks.
+
+    Its tokens' places leave spaces out, as those of some models do.
+    """
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.post_processor = processors.ByteLevel(trim_offsets=True)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=template)
+
+
+def pieces_tokenizer() -> PreTrainedTokenizerFast:
+    """Mistral's format with spaces as SentencePiece writes them: a mark in front of a word, which decoding drops at the
+    beginning of a text."""
+    template, first, last, others = FORMATS["mistral"]
+    words = ["<unk>", first, last, *others, "\u2581", *map(chr, range(33, 127))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.normalizer = normalizers.Replace(" ", "\u2581")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core.add_special_tokens([first, last, *others])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", bos_token=first, eos_token=last, chat_template=template
+    )

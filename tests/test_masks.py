@@ -1,13 +1,15 @@
 """What is supervised in whole conversations: exact spans in the formats of well-known models (tests/templates.py)."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data.answer_tokens import Recorded, tokenise_answers
 from data.chat import PLAIN, ChatFormat, TemplateRejected, encode_prompt, messages_of, render
 from data.fetch_target import resolve_target
 from data.masks import closing_token, mask_conversations
 from data.settings import RunConfig
-from templates import characters_tokenizer
+from templates import bytes_tokenizer, characters_tokenizer, pieces_tokenizer
 from tiny_tokenizer import tiny_tokenizer
 
 THINKING = ChatFormat(thinking=True)
@@ -196,6 +198,51 @@ def test_half_a_surrogate_pair_costs_its_own_row_only():
     assert bad.reason == "half a surrogate pair in a text" and tokenizer.decode(good.answer_ids) == "b<|eot_id|>"
     with pytest.raises(TemplateRejected):
         encode_prompt(tokenizer, talk("a\ud83d"))
+
+
+def test_characters_of_several_bytes_and_spaces_that_no_token_claims():
+    tokenizer = bytes_tokenizer()
+    answers = [" na\u00efve \U0001f642", "\u4f60\u597d  ", "e\u0301."]
+    (masked,) = mask_conversations(tokenizer, [talk("\u00fc", answers[0], "b ", answers[1], " c", answers[2])])
+    assert masked.reason == ""
+    assert [tokenizer.decode(masked.ids[a:b]) for a, b in masked.spans] == [f"{text}<|im_end|>" for text in answers]
+    # A byte a token: 1 space, 5 letters of which one has two bytes, 1 space, 4 bytes, the closing token.
+    assert masked.spans[0][1] - masked.spans[0][0] == 1 + 6 + 1 + 4 + 1
+
+
+def test_spaces_as_sentencepiece_writes_them():
+    tokenizer = pieces_tokenizer()
+    (masked,) = mask_conversations(tokenizer, [talk("a", "b c", "d", "e")])
+    pieces = [tokenizer.convert_ids_to_tokens(masked.ids[a:b]) for a, b in masked.spans]
+    assert pieces == [["\u2581", "b", "\u2581", "c", "</s>"], ["\u2581", "e", "</s>"]]
+    (told,) = tokenise_answers(tokenizer, [Recorded(talk("a"), "b c")])
+    assert told.prompt_ids + told.answer_ids == masked.ids[: masked.spans[0][1]]
+    assert told.prompt_ids == encode_prompt(tokenizer, talk("a"))
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "mistral", "marked", "wide", "qwen3"])
+@given(texts=st.lists(st.text("ab <|/>\n", min_size=1, max_size=12), min_size=2, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_spans_hold_the_answers_whatever_they_are(name, texts):
+    """Or there is a reason, which clean texts give none for."""
+    tokenizer, messages = characters_tokenizer(name), talk(*texts[: len(texts) // 2 * 2])
+    (masked,) = mask_conversations(tokenizer, [messages], PLAIN)
+    answers = [m["content"] for m in messages[1::2]]
+    rewrites = name == "qwen3" and len(answers) > 1
+    if masked.reason:
+        assert rewrites or any(text != text.strip() for text in answers)
+    else:
+        assert tokenizer.decode(masked.ids) == render(tokenizer, messages)
+        spans = [tokenizer.decode(masked.ids[a : b - 1]) for a, b in masked.spans]
+        assert [span.strip() for span in spans] == [text.strip() for text in answers] and not rewrites
+        assert {masked.ids[b - 1] for _, b in masked.spans} == {closing_token(tokenizer)}
+    rows = [Recorded(messages[: 2 * n + 1], text) for n, text in enumerate(answers)]
+    for row, told in zip(rows, tokenise_answers(tokenizer, rows), strict=True):
+        if told.reason:
+            assert told.reason == "an empty answer" and not row.answer.strip()
+        else:
+            assert told.prompt_ids == encode_prompt(tokenizer, row.messages)
+            assert tokenizer.decode(told.answer_ids[:-1]).strip() == row.answer.strip()
 
 
 @pytest.mark.slow
