@@ -63,10 +63,16 @@ def prepared(config: RunConfig) -> Prepared:
     with _alone(folder):
         old = read_manifest(folder)
         settings = _settings(config, old)
-        if old.get("settings") != settings or old["num_prompts"] != config.num_prompts:
+        if old.get("settings") != settings or not _suffices(old, config.num_prompts):
             _refuse_change(config, old, settings)
             _write(config, folder, settings, old)
     return Prepared(folder)
+
+
+def _suffices(old: dict, wanted: int) -> bool:
+    """Whether a store of the same settings holds what is wanted: as many prompts, or all that there are."""
+    asked, kept = old["num_prompts"], old["counts"]["kept"]
+    return wanted == asked or (asked == 0 or kept < asked) and (wanted == 0 or wanted >= kept)
 
 
 def _make(folder: str) -> None:
@@ -121,7 +127,7 @@ def _refuse_change(config: RunConfig, old: dict, settings: dict) -> None:
                 f"{old['settings'].get(name)!r}, this run has {value!r}: delete RUN/prompts and RUN/answers, or choose "
                 "another run_dir"
             )
-    if 0 < config.num_prompts < (old["num_prompts"] or sys.maxsize):
+    if 0 < config.num_prompts < old["counts"]["kept"]:
         raise ValueError(
             f"num_prompts {config.num_prompts} is less than the {old['counts']['kept']} prompts that "
             f"{config.path('answers')} holds answers to: delete that folder or choose another run_dir"

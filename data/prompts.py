@@ -132,7 +132,17 @@ class Reading:
 
 
 def _excerpt(row: object) -> str:
-    return turn_text(row.turns[0])[:_EXCERPT] if isinstance(row, Prompt) else repr(row)[:_EXCERPT]
+    """The first texts in a row."""
+    if isinstance(row, Prompt):
+        return turn_text(row.turns[0])[:_EXCERPT]
+    text, rest = "", [row]
+    while rest and len(text) < _EXCERPT:
+        value = rest.pop()
+        if isinstance(value, str):
+            text += f"{' ' if text else ''}{value[:_EXCERPT]}"
+        elif isinstance(value, dict | list):
+            rest.extend(reversed(list(value.values() if isinstance(value, dict) else value)))
+    return text[:_EXCERPT]
 
 
 def load_prompts(source: str, count: int | None, seed: int = 0, split: str = "train") -> list[Prompt]:

@@ -72,7 +72,8 @@ def test_every_row_is_kept_or_in_the_side_file(tmp_path, config, capsys):
     ]  # fmt: skip
     assert {s["source"] for s in side} == {source}
     assert side[4]["detail"] == "500 characters, max_prompt_characters is 400"
-    assert side[2]["detail"] == "x" and side[4]["text"].startswith("{'prompt': 'xxx") and len(side[4]["text"]) == 200
+    assert [s["text"] for s in side[:4]] == ["", long[:200], "u x", "Q number 1"]
+    assert side[2]["detail"] == "x" and side[4]["text"] == "x" * 200
     printed = capsys.readouterr().out
     assert "9 rows read, 4 prompts kept with 5 turns, 5 skipped" in printed and "1  an unknown role" in printed
 
@@ -155,6 +156,17 @@ def test_a_finished_store_is_not_read_again(tmp_path, config, monkeypatch):
     assert list(prepared(config(prompts=[source]))) == list(first)
     os.remove(source)  # what was made from a file that is gone stays usable
     assert list(prepared(config(prompts=[source]))) == list(first)
+
+
+def test_a_store_of_all_there_is_is_not_read_again_for_more(tmp_path, config, monkeypatch):
+    source = write(tmp_path / "mine.jsonl", questions(5))
+    prepared(config(prompts=[source], num_prompts=9))
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_write", lambda *args: pytest.fail("there are no more"))
+        assert [len(prepared(config(prompts=[source], num_prompts=n))) for n in (9, 12, 5, 0)] == [5] * 4
+    assert len(prepared(config(prompts=[source], num_prompts=4))) == 4
+    assert len(prepared(config(prompts=[source], num_prompts=5))) == 5  # whether these are all is not known
+    assert len(prepared(config(prompts=[source]))) == 5
 
 
 def test_other_settings_make_another_store_but_not_under_answers(tmp_path, config):
