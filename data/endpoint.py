@@ -12,27 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
 import openai
 
-from data.chat import encode_prompt, render
-from data.engines import Question, Sampling
-from data.replies import NOT_JSON, BadReply, Reply, parse_reply
+from data.asking import FULL, IDS, MESSAGES, PLAIN_FIELDS, TEMPLATE_ARGUMENTS, TEXT, TRANSFORMERS, Asking, Form
+from data.engines import Question
+from data.replies import BadReply, Reply, parse_reply
 from data.settings import RunConfig
 
-IDS, TEXT, MESSAGES = "token ids", "text", "messages"
-FULL, TRANSFORMERS = "all knobs", "a generation config"
-TEMPLATE_ARGUMENTS, PLAIN_FIELDS = "the template's arguments", "plain fields"
 _REST_AFTER = 5  # failures in a row
 _LONGEST_PAUSE = 60.0
 _LONGEST_RETRY_AFTER = 600.0
 _OVERLOADED = (429, 503)
+_READ_TRIES = 3  # of a form whose replies cannot be read: one may be an accident
 
 
 class Trouble(Exception):
@@ -50,65 +50,6 @@ class Trouble(Exception):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason, self.detail = reason, detail
         self.blames_row, self.refused, self.wait = blames_row, refused, wait
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a server is asked.
-
-    Attributes:
-        prompt: `IDS`, `TEXT` or `MESSAGES`.
-        fields: `FULL`, `TRANSFORMERS`, `TEMPLATE_ARGUMENTS` (of messages alone) or `PLAIN_FIELDS`.
-        without_bos: the text's first token is left to the server, which adds it.
-    """
-
-    prompt: str
-    fields: str
-    without_bos: bool = False
-
-
-@dataclass(frozen=True)
-class Asking:
-    """What requests to all endpoints are made of: the target's tokenizer, format, end tokens and sampling."""
-
-    tokenizer: object
-    chat_format: object
-    eos_ids: tuple[int, ...]
-    sampling: Sampling
-
-    def body(self, form: Form, question: Question, limit: int) -> dict:
-        """The fields of a request for one question."""
-        sampling, seed = self.sampling, self.sampling.seed_of(question.id)
-        fields = {"max_tokens": limit, "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
-        if form.prompt == MESSAGES:
-            fields["messages"] = question.messages
-            fields |= {"tools": question.tools} if question.tools else {}
-        else:
-            fields["prompt"] = question.prompt_ids if form.prompt == IDS else self._text(question, form)
-        if form.fields == FULL:
-            fields |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
-            fields |= {"stop_token_ids": list(self.eos_ids), "skip_special_tokens": False, "return_token_ids": True}
-        elif form.fields == TRANSFORMERS:
-            fields["generation_config"] = json.dumps(self._generation_config(limit))
-        if form.prompt == MESSAGES and form.fields != PLAIN_FIELDS:
-            fields["chat_template_kwargs"] = self.chat_format.template_arguments
-        return fields
-
-    def _text(self, question: Question, form: Form) -> str:
-        text = render(self.tokenizer, question.messages, question.tools, self.chat_format, asks=True)
-        return text.removeprefix(self.tokenizer.bos_token or "") if form.without_bos else text
-
-    def _generation_config(self, limit: int) -> dict:
-        sampling = self.sampling
-        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        drawn |= {"top_k": sampling.top_k, "min_p": sampling.min_p or None}
-        pad = self.tokenizer.pad_token_id
-        ends = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.eos_ids[0] if pad is None else pad}
-        return {"max_new_tokens": limit, **ends, **(drawn if sampling.temperature else {"do_sample": False})}
-
-    def probe(self) -> Question:
-        messages = [{"role": "user", "content": "How many legs has a spider?"}]
-        return Question("probe", "", encode_prompt(self.tokenizer, messages, None, self.chat_format), messages)
 
 
 class Endpoint:
@@ -136,6 +77,7 @@ class Endpoint:
         )
         self._pause = pause
         self.form: Form | None = None
+        self._unread: Counter[Form] = Counter()
         self.model = ""
         self.up = asyncio.Event()
         self._rested = asyncio.Event()
@@ -215,10 +157,16 @@ class Endpoint:
                 continue
             try:
                 reply = await self._request(form, question, 1)
-            except (Trouble, BadReply) as trouble:
-                if isinstance(trouble, Trouble) and not trouble.refused or str(trouble) == NOT_JSON:
+            except Trouble as trouble:
+                if not trouble.refused:
                     raise
                 refusals.append(f"{form.prompt} with {form.fields}: {trouble}")
+                continue
+            except BadReply as fault:
+                self._unread[form] += 1
+                if self._unread[form] < _READ_TRIES:
+                    raise
+                refusals.append(f"{form.prompt} with {form.fields}: {fault}")
                 continue
             difference = reply.other_prompt(question)
             if not difference:
@@ -333,12 +281,15 @@ def _said(error: openai.APIStatusError) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header; dates, which few servers send, are not read."""
+    """Seconds of a Retry-After header, which is a number of them or a date."""
     try:
         seconds = float(value or "")
     except ValueError:
-        return None
-    return min(seconds, _LONGEST_RETRY_AFTER) if seconds >= 0 else None
+        try:
+            seconds = parsedate_to_datetime(value or "").timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER) if math.isfinite(seconds) else None
 
 
 def _same_model(served: str, target: str) -> bool:

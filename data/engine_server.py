@@ -9,19 +9,22 @@ of its arrival; a kill costs the requests under way.
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from dataclasses import dataclass
 
 from data.answer_store import FAILED, Outcome
 from data.answers import AnswerRow
+from data.asking import Asking
 from data.chat import ChatFormat
 from data.dialogues import Dialogue, Work
-from data.endpoint import Asking, Endpoint, Trouble, backoff
+from data.endpoint import Endpoint, Trouble, backoff
 from data.engines import Question, Sampling
 from data.replies import AnswerReader, BadReply
 from data.settings import RunConfig, StageError
 
 _FLUSH_SECONDS, _FLUSH_ROWS = 0.5, 256
+_HOPELESS = 500  # turns in a row that fail: whatever the reason is, a million more would fail for it
 _PAUSE = 1.0  # seconds after a first failure; after further ones longer
 
 
@@ -54,8 +57,22 @@ class ServerEngine:
         self.reader = AnswerReader(tokenizer, eos_ids, closing, config.max_answer_length, vocab_size)
 
     def run(self, work: Work) -> None:
-        """Raises ValueError when an endpoint is no server of the target, StageError when none has answered for long."""
+        """Raises ValueError when an endpoint is no server of the target, StageError when none has answered for long or
+        every turn fails."""
+        _allow_connections(len(self.config.endpoints) * self.config.server_concurrency)
         asyncio.run(_Run(self, work).main())
+
+
+def _allow_connections(count: int) -> None:
+    """Each takes a file descriptor, of which shells often allow 1024. Raises ValueError beyond the system's limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + 256
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ValueError(
+                f"server_concurrency: {count} connections, the system allows {hard} open files (ulimit -n)"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class _Run:
@@ -66,6 +83,7 @@ class _Run:
         # Twice as many conversations as requests: the line is never empty while there are any.
         self.room = asyncio.Semaphore(2 * len(self.endpoints) * engine.config.server_concurrency)
         self.open, self.fed, self.finished = 0, False, asyncio.Event()
+        self.failed_in_a_row = 0
 
     async def main(self) -> None:
         tasks = [asyncio.create_task(self._feed()), asyncio.create_task(self._watch())]
@@ -146,6 +164,12 @@ class _Run:
 
     def _take(self, job: _Job, result: AnswerRow | Outcome) -> None:
         dialogue = self.work.take(result)
+        self.failed_in_a_row = self.failed_in_a_row + 1 if isinstance(result, Outcome) else 0
+        if self.failed_in_a_row >= _HOPELESS:
+            raise StageError(
+                f"{_HOPELESS} turns in a row have failed, the last one for: {result.reason} ({result.detail}); "
+                "the same command tries them again"
+            )
         question = self.work.question(dialogue)
         if self.work.waiting >= _FLUSH_ROWS:
             self.work.flush()

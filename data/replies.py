@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from data.answers import AnswerRow
 from data.engines import Question, cut_answer
 
-NOT_JSON = "a reply that is not JSON"
-
 
 class BadReply(Exception):
     """A reply that gives no row.
@@ -62,7 +60,7 @@ def parse_reply(content: bytes) -> Reply:
     try:
         body = json.loads(content)
     except ValueError as error:
-        raise BadReply(NOT_JSON, str(error), again=True) from None
+        raise BadReply("a reply that is not JSON", str(error), again=True) from None
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         count = len(choices) if isinstance(choices, list) else "no"

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections import Counter
+from email.utils import formatdate
 
 import pytest
 
@@ -126,6 +127,15 @@ def test_no_key_is_sent_unless_one_is_named(run, monkeypatch):
         assert server.keys == {"Bearer none"}
 
 
+def test_an_accident_at_the_first_request_costs_no_token_ids(run, capsys):
+    faults = iter(["two answers", "not json", "500", None])
+    with FakeServer(run.tokenizer, fault=lambda body: next(faults, None)) as server:
+        assert run(endpoints=[server.url]) == 0
+    assert "token ids with all knobs" in capsys.readouterr().out and {row.exact for row in run.rows().values()} == {
+        True
+    }
+
+
 def test_an_address_without_v1_is_explained(run, capsys):
     with FakeServer(run.tokenizer) as server:
         assert run(endpoints=[server.url.removesuffix("/v1")]) == 2
@@ -228,6 +238,44 @@ def test_retry_after_is_honoured(run, monkeypatch):
     assert set(run.rows()) == set(run.expected())
 
 
+@pytest.mark.parametrize(
+    "value, seconds",
+    [
+        ("3", 3),
+        ("0.5", 0.5),
+        ("1e9", 600),
+        ("-4", 0),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0),
+        ("soon", None),
+        ("nan", None),
+    ],
+)
+def test_retry_after_is_a_number_or_a_date(value, seconds):
+    assert endpoint._retry_after(value) == seconds
+    assert 8 < endpoint._retry_after(formatdate(time.time() + 10, usegmt=True)) <= 10
+
+
+def test_a_run_in_which_everything_fails_ends(run, monkeypatch, capsys):
+    """A server whose every answer is unusable must not turn a night's prompts into failures."""
+    monkeypatch.setattr(engine_server, "_HOPELESS", 4)
+    with FakeServer(run.tokenizer, fault=lambda body: "400" if body["max_tokens"] > 1 else None) as server:
+        assert run(endpoints=[server.url], server_concurrency=1) == 1
+    assert "4 turns in a row have failed, the last one for: HTTP 400 (injected)" in capsys.readouterr().err
+    turns = run.turns()
+    assert turns["failed"] >= 4 and turns["left"] > 0 and not turns["done"]
+
+
+def test_connections_beyond_the_limit_are_allowed_or_refused(monkeypatch):
+    limits = []
+    monkeypatch.setattr(engine_server.resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(engine_server.resource, "setrlimit", lambda kind, both: limits.append(both))
+    engine_server._allow_connections(100)
+    engine_server._allow_connections(2000)
+    assert limits == [(2256, 4096)]
+    with pytest.raises(ValueError, match="server_concurrency: 4000 connections, the system allows 4096 open files"):
+        engine_server._allow_connections(4000)
+
+
 def test_backoff_grows_is_drawn_and_ends():
     for failures, longest in ((1, 1.0), (2, 2.0), (5, 16.0), (60, 60.0)):
         draws = [backoff(1.0, failures) for _ in range(200)]
@@ -237,7 +285,7 @@ def test_backoff_grows_is_drawn_and_ends():
 FAULTS = ["500", "503 0.01", "429 0.01", "429", "408", "broken", "half", "twice", "not json", "two answers", "slow"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_faults_cost_nothing_but_time(tmp_path, monkeypatch, seed):
     """Whatever fails, the accounts add up after every run, and a clean run leaves each turn once and right."""
     draw = random.Random(seed)

@@ -65,6 +65,10 @@ def test_train_goes_through_deepspeed_with_all_gpus_or_one_cpu_rank(monkeypatch)
     assert words[1] == "DS_ACCELERATOR=cuda" and words[words.index("--num_gpus") + 1] == "4"
     words = environment.launcher(["eval"])
     assert words[words.index("--nproc_per_node") + 1] == "4" and words[-1] == "eval.run_eval"
+    words = environment.launcher(["regenerate"])
+    assert words[words.index("--nproc_per_node") + 1] == "4" and words[-1] == "data.regenerate"
+    # Servers have the GPUs: one client is enough.
+    assert environment.launcher(["regenerate", "--endpoints", "http://x/v1"])[1:] == ["-m", "data.regenerate"]
 
 
 def test_launcher_refuses_bad_options_before_any_process_group(capsys, monkeypatch):

@@ -30,6 +30,7 @@ STAGES = {
 }
 # Read by what these stages share with eval, but without effect: they decode chains, or trees of a fixed policy.
 NO_EFFECT = {
+    "setup": {"engine", "endpoints"},
     "train": {"adaptive_budget", "confidence_threshold"},
     "calibrate": {"budget", "width", "candidates", "beta", "adaptive_budget", "confidence_threshold"},
     "inspect": {"confidence_threshold"},
