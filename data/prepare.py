@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data.answers import MANIFEST, answer_files, make_folder, read_manifest, write_manifest
 from data.benchmarks import load_benchmark
 from data.contamination import Contamination
 from data.conversations import Columns
@@ -32,7 +33,7 @@ from data.disk import written
 from data.filters import Filters
 from data.local_files import files_of, identity
 from data.near_duplicates import NearDuplicates
-from data.prompt_store import MANIFEST, PROMPTS, SKIPPED, Prepared, Writer, read_manifest
+from data.prompt_store import PROMPTS, SKIPPED, Prepared, Writer
 from data.prompts import Reading, Skipped
 from data.settings import RunConfig, run_stage
 from data.sources import BUILTIN, Source, open_source
@@ -59,7 +60,7 @@ def prepared(config: RunConfig) -> Prepared:
     prompts that were prepared with other settings.
     """
     folder = config.path("prompts")
-    _make(folder)
+    make_folder(folder, "run_dir")
     with _alone(folder):
         old = read_manifest(folder)
         settings = _settings(config, old)
@@ -73,13 +74,6 @@ def _suffices(old: dict, wanted: int) -> bool:
     """Whether a store of the same settings holds what is wanted: as many prompts, or all that there are."""
     asked, kept = old["num_prompts"], old["counts"]["kept"]
     return wanted == asked or (asked == 0 or kept < asked) and (wanted == 0 or wanted >= kept)
-
-
-def _make(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"run_dir: cannot create {folder}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -135,7 +129,7 @@ def _refuse_change(config: RunConfig, old: dict, settings: dict) -> None:
 
 
 def _has_answers(config: RunConfig) -> bool:
-    return any(path.stat().st_size for path in Path(config.path("answers")).glob("answers*.jsonl"))
+    return any(path.stat().st_size for path in answer_files(config.path("answers")))
 
 
 def _write(config: RunConfig, folder: str, settings: dict, old: dict) -> None:
@@ -184,8 +178,7 @@ def _write(config: RunConfig, folder: str, settings: dict, old: dict) -> None:
 
 def _put_in_place(folder: str, paths: dict[str, Path], manifest: dict) -> None:
     """Replaces the old store. Raises ValueError, leaving the side file alone, when nothing was kept."""
-    place = Path(folder, MANIFEST)
-    place.unlink(missing_ok=True)
+    Path(folder, MANIFEST).unlink(missing_ok=True)
     paths[SKIPPED].replace(Path(folder, SKIPPED))
     counts = manifest["counts"]
     if not counts["kept"]:
@@ -195,9 +188,7 @@ def _put_in_place(folder: str, paths: dict[str, Path], manifest: dict) -> None:
             f"({count} times: {reason}); {Path(folder, SKIPPED)} lists them"
         )
     paths[PROMPTS].replace(Path(folder, PROMPTS))
-    partial = place.with_suffix(".partial")
-    partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    partial.replace(place)
+    write_manifest(folder, manifest)
 
 
 def _fill(config: RunConfig, sources: list[Source], filters: Filters, paths: dict) -> tuple[Reading, Writer, str]:

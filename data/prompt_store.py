@@ -18,10 +18,11 @@ from typing import overload
 import numpy as np
 import pyarrow
 
+from data.answers import read_manifest
 from data.prompt import Prompt
 from data.prompts import Kept
 
-PROMPTS, SKIPPED, MANIFEST = "prompts.arrow", "skipped.jsonl", "manifest.json"
+PROMPTS, SKIPPED = "prompts.arrow", "skipped.jsonl"
 SCHEMA = pyarrow.schema(
     {
         "id": pyarrow.string(),
@@ -139,9 +140,3 @@ class Writer:
         os.fsync(self._sink.fileno())
         self._sink.close()
         return self._content.hexdigest()[:16]
-
-
-def read_manifest(folder: str) -> dict:
-    """The manifest of a finished store; {} without one."""
-    path = Path(folder, MANIFEST)
-    return json.loads(path.read_text()) if path.is_file() else {}

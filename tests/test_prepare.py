@@ -18,8 +18,9 @@ import pytest
 import yaml
 
 from data import prepare
+from data.answers import read_manifest
 from data.prepare import prepared
-from data.prompt_store import Prepared, read_manifest
+from data.prompt_store import Prepared
 from data.prompts import load_mixture, load_prompts
 from data.settings import load_config
 from training_runs import ROOT
