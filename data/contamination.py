@@ -19,7 +19,7 @@ import numpy as np
 
 from data.chat import turn_text
 from data.prompt import Prompt
-from data.words import gram_hashes, word_ids, words
+from data.words import gram_hashes, growing_grams, word_ids, words
 
 WORDS = 13
 SHORTEST = 8
@@ -66,11 +66,13 @@ class Contamination:
         bits = 0
         for text in texts:
             ids = word_ids(words(text))
-            for length, (hashes, marks) in self._grams.items():
-                grams_G = gram_hashes(ids, length)
-                if len(grams_G):
-                    place_G = np.minimum(np.searchsorted(hashes, grams_G), len(hashes) - 1)
-                    bits |= int(np.bitwise_or.reduce(marks[place_G[hashes[place_G] == grams_G]], initial=0))
+            for length, grams_G in growing_grams(ids, max(self._grams, default=0)):
+                if length in self._grams:
+                    hashes, marks = self._grams[length]
+                    place_G = hashes.searchsorted(grams_G)
+                    hits_G = hashes.take(place_G, mode="clip") == grams_G
+                    if hits_G.any():
+                        bits |= int(np.bitwise_or.reduce(marks[place_G[hits_G]]))
             bits |= self._whole.get(_key(ids), 0)
         return [name for number, name in enumerate(self.names) if bits >> number & 1]
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 import unicodedata
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -38,6 +39,14 @@ def gram_hashes(ids_W: np.ndarray, n: int) -> np.ndarray:
     for place in range(n):
         hashes_G = mixed(hashes_G, ids_W[place : place + count])
     return hashes_G
+
+
+def growing_grams(ids_W: np.ndarray, longest: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(n, hashes [G] of all n words in a row) for n from 1 up, each from the one before it."""
+    hashes_G = np.zeros(len(ids_W), dtype=np.uint64)
+    for n in range(1, min(longest, len(ids_W)) + 1):
+        hashes_G = mixed(hashes_G[: len(ids_W) - n + 1], ids_W[n - 1 :])
+        yield n, hashes_G
 
 
 def mixed(hashes: np.ndarray, more: np.ndarray) -> np.ndarray:

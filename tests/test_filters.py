@@ -231,4 +231,7 @@ def test_words_and_their_runs():
     ids = word_ids(["a", "b", "a", "b"])
     first, second, third = gram_hashes(ids, 2)
     assert first == third != second and not len(gram_hashes(ids, 5)) and len(gram_hashes(ids, 4)) == 1
+    grown = list(words.growing_grams(ids, 9))
+    assert [n for n, _ in grown] == [1, 2, 3, 4] and list(words.growing_grams(ids[:0], 9)) == []
+    assert all((hashes == gram_hashes(ids, n)).all() and len(hashes) == 5 - n for n, hashes in grown)
     assert gram_hashes(word_ids(["a", "b"]), 2) != gram_hashes(word_ids(["b", "a"]), 2)
