@@ -54,6 +54,8 @@ def test_before_there_are_answers_sizes_are_limits(run, capsys):
     assert figures["tokens and steps"].startswith("unknown before there are answers")
     # 1M rows of at most 512 + 128 tokens, two taps of 32 numbers of two bytes.
     assert figures["taps beside the answers"] == f"at most {1e6 * 640 * 2 * 32 * 2 / 1e9:.2f} GB"
+    figures = said(capsys, run, "--run_dir", str(config), "--num_prompts", "0")  # all rows of the sources
+    assert figures["taps beside the answers"] == figures["answers"] == "unknown before there are answers"
     assert not config.exists()
 
 

@@ -137,20 +137,24 @@ def state_bytes(parameters: int, trained: int, size: int, ranks: int, stage: int
 
 def _disk(drafter: nn.Module, target: Target, config: RunConfig, rows: Rows, kept: int | None) -> dict[str, str]:
     width, taps = target.config.hidden_size, len(resolve_taps(config, target.num_layers))
-    tokens, about = int(rows.lengths.sum(dtype="int64")), ""
-    if not rows:
-        tokens, about = config.num_prompts * (config.max_prompt_length + config.max_answer_length), "at most "
+    tokens = int(rows.lengths.sum(dtype="int64"))
+    most = config.num_prompts * (config.max_prompt_length + config.max_answer_length)
+
+    def written(bytes_each: int) -> str:
+        if rows:
+            return _gb(tokens * bytes_each)
+        # All rows of the sources are asked for, and nobody has counted them yet.
+        return f"at most {_gb(most * bytes_each)}" if most else "unknown before there are answers"
+
     size = torch.finfo(target.dtype).bits // 8
     # The drafter, the engine's weights and its optimizer; a drafter with LoRA added in is fp32.
     stored = 4 if config.trainable == "lora" else size
     checkpoint = _count(drafter) * (stored + size) + _count(drafter, trainable=True) * 12
     number = "all of them" if kept is None else f"{kept + 1} at once"
     return {
-        "answers": about + _gb(tokens * _BYTES_OF_A_TOKEN),
-        "taps beside the answers": about
-        + _gb(tokens * taps * width * 2)
-        + ("" if config.keep_features else " (not kept)"),
-        "feature cache (features, hybrid)": about + _gb(tokens * (taps + 1) * width * 2),
+        "answers": written(_BYTES_OF_A_TOKEN),
+        "taps beside the answers": written(taps * width * 2) + ("" if config.keep_features else " (not kept)"),
+        "feature cache (features, hybrid)": written((taps + 1) * width * 2),
         "a checkpoint": f"{_gb(checkpoint)}, kept: {number}",
         "free in the run's folder": _gb(_free(config.run_dir)),
     }
