@@ -77,7 +77,7 @@ def arrow_rows(path: str) -> Iterator[Row]:
 def _batch_rows(batch, number: int) -> Iterator[Row]:
     try:
         rows = converted_rows(batch.to_pylist(), converters(batch.schema))
-    except (ValueError, OverflowError) as error:  # bytes that are no UTF-8 or no JSON (ValueErrors), dates of no year
+    except (ValueError, OverflowError, RecursionError) as error:  # no UTF-8, no JSON, dates of no year
         if batch.num_rows == 1:
             yield f"row {number}", Unusable("an unreadable row", _line(error))
             return

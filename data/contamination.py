@@ -12,6 +12,7 @@ Shapes: W words, G grams.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -75,6 +76,12 @@ class Contamination:
                         bits |= int(np.bitwise_or.reduce(marks[place_G[hits_G]]))
             bits |= self._whole.get(_key(ids), 0)
         return [name for number, name in enumerate(self.names) if bits >> number & 1]
+
+
+def name_apart(name: str, taken: Mapping[str, object]) -> str:
+    """The name of a benchmark, with a number behind it where another one has that name: two files may share a stem."""
+    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    return name if name not in taken else next(other for other in numbered if other not in taken)
 
 
 def _key(ids_W: np.ndarray) -> bytes:

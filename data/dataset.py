@@ -27,7 +27,7 @@ from tqdm import tqdm
 from data import card, quality, quality_report
 from data.answers import MANIFEST, make_folder, read_manifest
 from data.benchmarks import load_benchmark
-from data.contamination import Contamination
+from data.contamination import Contamination, name_apart
 from data.disk import replace_folder, written
 from data.filters import language_identifier
 from data.hub import check_access, push, without_paths
@@ -164,7 +164,7 @@ def evaluation_prompts(config: RunConfig) -> tuple[Contamination | None, dict[st
     for name in dict.fromkeys([*config.benchmarks, *config.decontaminate]):
         try:
             loaded = load_benchmark(name, config.eval_prompts, config.seed, config.benchmark_dir)
-            found[loaded.name] = loaded.prompts
+            found[name_apart(loaded.name, found)] = loaded.prompts
         except ValueError as error:
             missing[without_paths(name)] = _FOLDERS.sub("", " ".join(str(error).split()))[:160]
     return Contamination(found, config.decontaminate_words) if found else None, missing

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +28,8 @@ LONGEST_LINE = 32 << 20  # bytes: a conversation is far shorter, and one line mu
 _CHUNK, _SAMPLE = 1 << 20, 1 << 16
 
 _DECODER = json.JSONDecoder()
+# Python makes no integer of more than 4300 digits, and its error is a plain ValueError: this one finds the row's end.
+_ANY_NUMBER, _TOO_LONG_NUMBER = json.JSONDecoder(parse_int=str), "a number of too many digits"
 _BEFORE_ARRAY, _BETWEEN_ROWS = re.compile(r"\ufeff?\s*\[?"), re.compile(r"[\s,]*")
 
 
@@ -62,7 +65,7 @@ def rows_of(path: str) -> Iterator[Row]:
         else:
             with _opened(path) as file:
                 yield from (_array_rows(file) if suffix in JSON and _is_array(file) else _line_rows(file))
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"prompts: {path} is no whole gzip file ({error})") from error
 
 
@@ -120,6 +123,8 @@ def _parsed(line: bytes) -> object:
         return Unusable("not JSON", error.msg)
     except UnicodeDecodeError:
         return Unusable("not UTF-8")
+    except ValueError:
+        return Unusable("not JSON", _TOO_LONG_NUMBER)
     except RecursionError:
         return Unusable("not JSON", "nested too deeply")
 
@@ -154,7 +159,12 @@ def _array_rows(file: BinaryIO) -> Iterator[Row]:
 def _element(text: str, start: int) -> tuple[object, int | None]:
     """The element that begins at `start` and where it ends: None when it is not whole, or no JSON."""
     try:
-        row, end = _DECODER.raw_decode(text, start)
+        try:
+            row, end = _DECODER.raw_decode(text, start)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:
+            row, end = Unusable("not JSON", _TOO_LONG_NUMBER), _ANY_NUMBER.raw_decode(text, start)[1]
     except (json.JSONDecodeError, RecursionError):
         return None, None
     return (row, end) if end < len(text) else (None, None)  # a number or a word may go on in the next piece

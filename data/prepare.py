@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from data.answers import MANIFEST, answer_files, make_folder, read_manifest, write_manifest
 from data.benchmarks import load_benchmark
-from data.contamination import Contamination
+from data.contamination import Contamination, name_apart
 from data.conversations import Columns
 from data.disk import written
 from data.filters import Filters
@@ -220,9 +220,9 @@ def _fill(config: RunConfig, sources: list[Source], filters: Filters, paths: dic
 def _filters(config: RunConfig) -> tuple[Filters, dict]:
     """The filters, and {benchmark: hash of its prompts} of what they look for."""
     benchmarks = {}
-    for name in config.decontaminate:
+    for name in dict.fromkeys(config.decontaminate):
         loaded = load_benchmark(name, config.eval_prompts, config.seed, config.benchmark_dir)
-        benchmarks[loaded.name] = loaded.prompts
+        benchmarks[name_apart(loaded.name, benchmarks)] = loaded.prompts
     filters = Filters(
         config.min_prompt_characters,
         config.max_prompt_characters,

@@ -51,12 +51,12 @@ def check_storable(content: object) -> None:
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise Unusable("text that is not Unicode", "half of a surrogate pair") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise Unusable("a value that JSON cannot hold", str(error)) from None
 
 
 def parsed(text: str, reason: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # a number of too many digits is no JSONDecodeError
         raise Unusable(reason) from None

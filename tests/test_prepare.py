@@ -19,6 +19,7 @@ import yaml
 
 from data import prepare
 from data.answers import read_manifest
+from data.dataset import evaluation_prompts
 from data.prepare import prepared
 from data.prompt_store import Prepared
 from data.prompts import load_mixture, load_prompts
@@ -252,6 +253,18 @@ def test_filters_are_those_of_the_options(tmp_path, config, capsys):
     assert store.column("language").to_pylist() == ["en"]
     prepare._report(store)
     assert "hold prompts of bench: 1" in capsys.readouterr().out
+
+
+def test_benchmarks_of_one_name_are_looked_for_both(tmp_path, config):
+    rows = [{"turns": [f"Tell me all that you know about the {thing}, please."]} for thing in ("moon", "sea", "wind")]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    evaluated = [write(tmp_path / folder / "test.jsonl", [row]) for folder, row in zip("ab", rows, strict=False)]
+    store = prepared(config(prompts=[write(tmp_path / "mine.jsonl", rows)], decontaminate=[*evaluated, evaluated[0]]))
+    assert [p.turns for p in store] == [rows[2]["turns"]]
+    assert store.manifest["contaminated"] == {"test": 1, "test (2)": 1}
+    looked_for, missing = evaluation_prompts(config(benchmarks=evaluated))
+    assert looked_for.found_in(rows[0]["turns"] + rows[1]["turns"]) == ["test", "test (2)"] and not missing
 
 
 def test_parquet_of_unlike_rows_keeps_tool_arguments_apart(tmp_path, config):

@@ -12,7 +12,7 @@ import pytest
 from data import local_files
 from data.conversations import prompt_of
 from data.local_files import files_of, identity, known_rows, rows_of
-from data.prompt import Unusable
+from data.prompt import Unusable, parsed
 from data.settings import StageError
 from data.sources import open_source, shuffled
 
@@ -54,6 +54,28 @@ def test_gzip_is_read_as_what_is_inside(tmp_path):
     path.write_bytes(path.read_bytes()[:-12])
     with pytest.raises(ValueError, match="rows.jsonl.gz is no whole gzip file"):
         read(path)
+
+
+@pytest.mark.parametrize("where", [12, 60])
+def test_broken_gzip_is_one_line(tmp_path, where):
+    """Bytes that are no deflate stream raise zlib's own error."""
+    path = tmp_path / "rows.jsonl.gz"
+    content = bytearray(gzip.compress("".join(f'{{"n": {n * 7919 % 1000}}}\n' for n in range(1000)).encode()))
+    content[where : where + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="rows.jsonl.gz is no whole gzip file"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_number_of_too_many_digits_costs_its_row(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(local_files, "_CHUNK", 1000)  # the number comes in pieces
+    rows = ['{"n": 1}', '{"n": {"m": [' + "9" * 5000 + "]}}", '{"n": 2}']
+    path = tmp_path / name
+    path.write_text("\n".join(rows) if name == "rows.jsonl" else f"[{', '.join(rows)}]")
+    assert [row for _, row in read(path)] == [{"n": 1}, "not JSON", {"n": 2}]
+    with pytest.raises(Unusable, match="strange calls"):
+        parsed(rows[1], "strange calls")
 
 
 @pytest.mark.parametrize("piece", [3, 7, 64, 1 << 20])
