@@ -27,11 +27,16 @@ EARLIER_SKIPPED, EARLIER_FAILED = "an earlier turn has no answer", "an earlier t
 
 @dataclass
 class Dialogue:
-    """A conversation under way: the target's answers so far, and whether nothing more of it can be asked."""
+    """A conversation under way: the target's answers so far, and whether nothing more of it can be asked.
+
+    Attributes:
+        again: one of its turns failed in an earlier run.
+    """
 
     prompt: Prompt
     answers: list[str] = field(default_factory=list)
     closed: bool = False
+    again: bool = False
 
     @property
     def turn(self) -> int:
@@ -91,10 +96,18 @@ class Work:
         self._bar = None
 
     def dialogues(self) -> Iterator[Dialogue]:
-        """The share's conversations with an open turn, in order."""
+        """The share's conversations with an open turn, in order; those that failed in an earlier run come last."""
+        again = []
         for index, (prompt, count) in enumerate(_conversations(self.prompts)):
-            if index % self.ranks == self.rank and not self._settled(prompt, count):
+            if index % self.ranks != self.rank:
+                continue
+            statuses = {self.store.status(turn_id(prompt, turn)) for turn in range(count)}
+            if FAILED in statuses:
+                again.append(index)
+            elif not statuses <= {"done", SKIPPED}:
                 yield Dialogue(self.prompts[index])
+        for index in again:
+            yield Dialogue(self.prompts[index], again=True)
 
     def question(self, dialogue: Dialogue) -> Question | None:
         """The next open turn of a conversation; None when there is none. What cannot be asked is recorded."""
@@ -182,9 +195,6 @@ class Work:
 
     def _text(self, row: AnswerRow) -> str:
         return self.tokenizer.decode(row.answer_ids, skip_special_tokens=True)
-
-    def _settled(self, prompt: str, turns: int) -> bool:
-        return all(self.store.status(turn_id(prompt, turn)) in ("done", SKIPPED) for turn in range(turns))
 
     def _advance(self, turns: int) -> None:
         if self._bar is not None:

@@ -24,7 +24,7 @@ from data.replies import AnswerReader, BadReply
 from data.settings import RunConfig, StageError
 
 _FLUSH_SECONDS, _FLUSH_ROWS = 0.5, 256
-_HOPELESS = 500  # turns in a row that fail: whatever the reason is, a million more would fail for it
+_HOPELESS = 500  # turns that fail before the first answer: whatever the reason is, a million more would fail for it
 _PAUSE = 1.0  # seconds after a first failure; after further ones longer
 
 
@@ -83,7 +83,7 @@ class _Run:
         # Twice as many conversations as requests: the line is never empty while there are any.
         self.room = asyncio.Semaphore(2 * len(self.endpoints) * engine.config.server_concurrency)
         self.open, self.fed, self.finished = 0, False, asyncio.Event()
-        self.failed_in_a_row = 0
+        self.failed = 0  # turns that no earlier run has tried
 
     async def main(self) -> None:
         tasks = [asyncio.create_task(self._feed()), asyncio.create_task(self._watch())]
@@ -138,11 +138,12 @@ class _Run:
             row = self.engine.reader.row(job.question, reply)
         except Trouble as trouble:
             if trouble.refused and trouble.blames_row:
+                endpoint.worked()  # a server that has read the row and does not take it is in order
                 self._take(job, Outcome(job.question.id, FAILED, trouble.reason, trouble.detail))
             else:
                 job.tries += trouble.blames_row
                 self._again(job, trouble.reason, trouble.detail, max(job.tries, endpoint.failures + 1))
-            endpoint.failed(trouble)
+                endpoint.failed(trouble)
         except BadReply as fault:
             endpoint.worked()
             job.tries += 1
@@ -164,11 +165,11 @@ class _Run:
 
     def _take(self, job: _Job, result: AnswerRow | Outcome) -> None:
         dialogue = self.work.take(result)
-        self.failed_in_a_row = self.failed_in_a_row + 1 if isinstance(result, Outcome) else 0
-        if self.failed_in_a_row >= _HOPELESS:
+        self.failed += isinstance(result, Outcome) and not dialogue.again
+        if self.failed >= _HOPELESS and not self.work.new_rows:
             raise StageError(
-                f"{_HOPELESS} turns in a row have failed, the last one for: {result.reason} ({result.detail}); "
-                "the same command tries them again"
+                f"{self.failed} turns have failed and none was answered, the last one for: {result.reason} "
+                f"({result.detail}); the same command goes on with the others and tries these again at its end"
             )
         question = self.work.question(dialogue)
         if self.work.waiting >= _FLUSH_ROWS:

@@ -260,9 +260,44 @@ def test_a_run_in_which_everything_fails_ends(run, monkeypatch, capsys):
     monkeypatch.setattr(engine_server, "_HOPELESS", 4)
     with FakeServer(run.tokenizer, fault=lambda body: "400" if body["max_tokens"] > 1 else None) as server:
         assert run(endpoints=[server.url], server_concurrency=1) == 1
-    assert "4 turns in a row have failed, the last one for: HTTP 400 (injected)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "4 turns have failed and none was answered, the last one for: HTTP 400 (injected)" in error
     turns = run.turns()
     assert turns["failed"] >= 4 and turns["left"] > 0 and not turns["done"]
+
+
+def test_a_block_of_bad_rows_does_not_lock_the_others_out(tmp_path, monkeypatch):
+    """The next run begins behind it; what failed before ends no run, however much of it there is."""
+    monkeypatch.setattr(engine_server, "_HOPELESS", 4)
+    run = Run(tmp_path, [[f"bad {n}"] for n in range(6)] + [[f"fine {n}"] for n in range(3)], server_timeout=5)
+    asked = []
+
+    def fault(body):
+        prompt = run.tokenizer.decode(body["prompt"])
+        asked.append(prompt)
+        return "400" if "bad" in prompt else None
+
+    with FakeServer(run.tokenizer, fault=fault) as server:
+        once = dict(endpoints=[server.url], server_concurrency=1)
+        assert run(**once) == 1 and run.turns()["failed"] == 4 and run.turns()["done"] == 0
+        asked.clear()
+        assert run(**once) == 0 and run.turns() == {"input": 9, "done": 3, "failed": 6, "skipped": 0, "left": 0}
+        assert [prompt[2:7] for prompt in asked[1:]] == ["bad 4", "bad 5", "fine ", "fine ", "fine "] + [
+            f"bad {n}" for n in range(4)
+        ]
+        assert run(**once) == 0 and run.turns()["failed"] == 6
+    assert set(run.rows()) == {"c6", "c7", "c8"}
+
+
+def test_a_row_that_the_server_refuses_does_not_make_the_endpoint_rest(tmp_path, monkeypatch):
+    rests = []
+    monkeypatch.setattr(endpoint.Endpoint, "_rest", lambda self, wait: rests.append(wait))
+    run = Run(tmp_path, [[f"bad {n}"] for n in range(9)] + [["fine"]], server_timeout=5)
+    bad = run.tokenizer.encode("bad")
+    with FakeServer(run.tokenizer, fault=lambda body: "400" if body["prompt"][2:5] == bad else None) as server:
+        assert run(endpoints=[server.url]) == 0
+        assert len(server.requests) == 1 + 10
+    assert rests == [] and set(run.rows()) == {"c9"} and run.turns()["failed"] == 9
 
 
 def test_connections_beyond_the_limit_are_allowed_or_refused(monkeypatch):
