@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data.chat import PLAIN, ChatFormat
+from data.disk import sync
 from models.whole import check_shards
 
 ROWS, MANIFEST = "answers.jsonl", "manifest.json"
@@ -131,7 +132,9 @@ def write_manifest(folder: str, manifest: dict) -> None:
     """Replaces the manifest as a whole: a reader sees the old one or the new one."""
     temporary = Path(folder, f"{MANIFEST}.{os.getpid()}.partial")  # several ranks may write the same content at once
     temporary.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    sync(temporary)
     temporary.replace(Path(folder, MANIFEST))
+    sync(folder)
 
 
 def make_folder(path: str, option: str) -> None:

@@ -24,8 +24,8 @@ Message = dict[str, Any]
 # assistant's tool calls as they were recorded, the tools' results).
 Turn = str | list[Message]
 # What a template, or the tokenizer after it, raises for messages that it does not take: a role, a missing or null
-# content, tool calls of another shape, half a surrogate pair in a text.
-_REFUSALS = (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError)
+# content, tool calls of another shape, half a surrogate pair in a text, values nested too deeply.
+_REFUSALS = (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError, RecursionError)
 # Arguments of apply_chat_template that are ours.
 _OURS = (
     "messages", "tools", "documents", "conversation", "chat_template", "add_generation_prompt",

@@ -20,6 +20,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 from tqdm import tqdm
@@ -34,11 +35,11 @@ from data.hub import check_access, push, without_paths
 from data.material import VERSION, Material, collect
 from data.records import Record, answered, read_shards
 from data.settings import RunConfig, run_stage
-from data.shards import count_rows, finished_shards, hash_file, name_shards, write_shards
+from data.shards import count_rows, describe_shard, finished_shards, intact, name_shards, write_shards
 
 FOLDER = "dataset"
 REPORT = ("report.json", "report.md", "report.png")
-_KEY = "key"  # of an unfinished folder
+_KEY, _CARD = "key", "README.md"
 _FOLDERS = re.compile(r"(?<![^\s'\"(])/\S*/")  # of this machine, in a message
 _NEAR = 0.8  # where the run does not say what near duplicates are
 # Files that an earlier upload may have left; what others put into the repository stays.
@@ -57,8 +58,13 @@ def dataset(config: RunConfig) -> None:
         check_access(config.push_to_hub)
     material, folder = collect(config), Path(config.path(FOLDER))
     manifest, wanted = read_manifest(str(folder)), report_settings(config)
-    whole = manifest.get("key") == material.key and all((folder / s["file"]).is_file() for s in manifest["shards"])
-    if whole and manifest["report"] == wanted and not config.report_only:
+    whole = manifest.get(_KEY) == material.key and all(
+        intact(folder, shard, thoroughly=bool(config.push_to_hub)) for shard in manifest["shards"]
+    )
+    reported = all((folder / name).is_file() for name in (*REPORT, _CARD))
+    if not whole:
+        foreign_files(folder)  # refused before the work
+    if whole and reported and manifest["report"] == wanted and not config.report_only:
         print(f"dataset: finished already, {manifest['rows']} rows in {folder}")
     elif whole:
         _renew_report(config, material, folder, manifest | {"report": wanted})
@@ -100,7 +106,7 @@ def _write(config: RunConfig, material: Material, folder: Path, wanted: dict) ->
         report = make_report(config, material, read_shards(shards))
         with written(f"the data set {folder}"):
             shards = name_shards(shards)
-            files = [{"file": f"data/{p.name}", "rows": count_rows([p]), "sha256": hash_file(p)} for p in shards]
+            files = [describe_shard(path) for path in shards]
             manifest = {"version": VERSION, "finished": True, "rows": total, "key": material.key}
             manifest |= {"fingerprint": _fingerprint(files, material.about), "report": wanted, "shards": files}
             manifest |= material.about
@@ -108,9 +114,26 @@ def _write(config: RunConfig, material: Material, folder: Path, wanted: dict) ->
             _write_manifest(manifest, partial)
             _write_card(config, manifest, report, partial)
             (partial / _KEY).unlink()
-            replace_folder(partial, folder)
+            replace_folder(partial, folder, foreign_files(folder))
     print(f"dataset: {total} rows in {len(shards)} Parquet files in {folder}, fingerprint {manifest['fingerprint']}")
     _say(report, folder, material)
+
+
+def foreign_files(folder: Path) -> list[Path]:
+    """Files in RUN/dataset, relative to it, that others put beside ours.
+
+    Raises ValueError where the folder is no data set of ours: replacing it would delete another's.
+    """
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file()]
+    ours = _KEY in read_manifest(str(folder))
+    known = [*_OWN_FILES, _CARD] if ours else REPORT  # --report_only writes no more than a report
+    foreign = [file for file in files if not any(fnmatch(file.as_posix(), pattern) for pattern in known)]
+    if foreign and not ours:
+        raise ValueError(
+            f"run_dir: {folder} holds {foreign[0]}, which this stage did not write: move the folder away or choose "
+            "another run_dir"
+        )
+    return foreign
 
 
 @contextlib.contextmanager
@@ -199,7 +222,7 @@ def _report_alone(config: RunConfig, material: Material, folder: Path) -> None:
 def _write_card(config: RunConfig, manifest: dict, report: dict, folder: Path) -> None:
     """README.md, with the Hub id under which the folder is about to lie, if any."""
     text = card.dataset_card(manifest, report, config.target, config.push_to_hub)
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    (folder / _CARD).write_text(text, encoding="utf-8")
 
 
 def _write_manifest(manifest: dict, folder: Path) -> None:

@@ -43,9 +43,12 @@ def collect(config: RunConfig) -> Material:
     manifest = read_manifest(answers)
     if not manifest:
         raise ValueError(f"the answers in {answers} are missing; run: bash launch.sh regenerate CONFIG")
-    if not manifest.get("finished") and not config.allow_partial:
+    counts = manifest.get("counts", {})
+    left = counts.get("left", 0)
+    if (left or not manifest.get("finished")) and not config.allow_partial:
+        cut = f" (cut by time_budget, {left} turns are left)" if left and manifest.get("out_of_time") else ""
         raise ValueError(
-            f"the answers in {answers} are not finished: run bash launch.sh regenerate CONFIG to its end, or give "
+            f"the answers in {answers} are not finished{cut}: run bash launch.sh regenerate CONFIG to its end, or give "
             "--allow_partial for a data set of those that are there"
         )
     path, form = resolve_target(config), ChatFormat.of(config)
@@ -67,8 +70,8 @@ def collect(config: RunConfig) -> Material:
     about = without_paths(
         {
             "settings": manifest.get("settings", {}),
-            "partial": not manifest.get("finished"),
-            "counts": {} if not manifest.get("finished") else manifest.get("counts", {}),
+            "partial": not manifest.get("finished") or left + counts.get("failed", 0) > 0,
+            "counts": counts if manifest.get("finished") else {},  # else they are those of the run's beginning
             "prompts": {name: prompts.manifest.get(name) for name in ("fingerprint", "settings", "sources", "counts")},
         }
     )

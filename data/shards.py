@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from data.disk import written
+from data.disk import sync, written
 from data.records import SCHEMA, Record
 
 SHARD_BYTES = 384 << 20  # of a file's rows in memory; compressed it is about a third
@@ -22,9 +22,16 @@ _UNFINISHED = ".partial"
 def finished_shards(folder: Path) -> list[Path]:
     """The whole shards of an unfinished data set: an unbroken row from the first on."""
     found = []
-    while (path := folder / _name(len(found))).is_file():
+    while _readable(path := folder / _name(len(found))):
         found.append(path)
     return found
+
+
+def _readable(path: Path) -> bool:
+    try:
+        return path.is_file() and bool(count_rows([path]))
+    except (pyarrow.ArrowException, OSError):  # the disk lost a part of it
+        return False
 
 
 def count_rows(paths: Iterable[Path]) -> int:
@@ -45,16 +52,16 @@ def write_shards(folder: Path, records: Iterable[Record], limit: int = SHARD_BYT
     while batch is not None:
         path = folder / _name(len(shards))
         partial, size = path.with_name(path.name + _UNFINISHED), 0
-        with (
-            written(f"the data set's shard {path.name}", partial),
-            pyarrow.parquet.ParquetWriter(partial, SCHEMA, compression="zstd") as writer,
-        ):
-            while batch is not None and size < limit:
-                table = pyarrow.Table.from_pylist(batch, SCHEMA)
-                writer.write_table(table)
-                size += table.nbytes
-                batch = next(batches, None)
-        partial.rename(path)
+        with written(f"the data set's shard {path.name}", partial):
+            with pyarrow.parquet.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
+                while batch is not None and size < limit:
+                    table = pyarrow.Table.from_pylist(batch, SCHEMA)
+                    writer.write_table(table)
+                    size += table.nbytes
+                    batch = next(batches, None)
+            sync(partial)
+            partial.rename(path)
+            sync(folder)
         shards.append(path)
     return shards
 
@@ -65,6 +72,20 @@ def name_shards(paths: list[Path]) -> list[Path]:
     for path, name in zip(paths, named, strict=True):
         path.rename(name)
     return named
+
+
+def describe_shard(path: Path) -> dict:
+    """What the manifest says of a shard."""
+    return {
+        "file": f"data/{path.name}", "rows": count_rows([path]), "bytes": path.stat().st_size, "sha256": hash_file(path)
+    }  # fmt: skip
+
+
+def intact(folder: Path, shard: dict, thoroughly: bool) -> bool:
+    """Whether a data set's shard is as its manifest says: by its size, or (`thoroughly`) by all of its bytes."""
+    path = folder / shard["file"]
+    whole = path.is_file() and path.stat().st_size == shard.get("bytes")
+    return whole and (not thoroughly or hash_file(path) == shard["sha256"])
 
 
 def hash_file(path: Path) -> str:

@@ -38,6 +38,15 @@ def test_rejected_rows_have_their_own_error(role, content):
         encode_prompt(tiny_tokenizer(), [{"role": role, "content": content}])
 
 
+def test_tools_that_are_nested_too_deeply_cost_their_row():
+    deep: dict = {}
+    for _ in range(2000):
+        deep = {"properties": deep}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    with pytest.raises(TemplateRejected, match="recursion"):
+        encode_prompt(tiny_tokenizer(TEMPLATE + "{{ tools | tojson }}"), [{"role": "user", "content": "hi"}], tools)
+
+
 def test_the_fingerprint_follows_template_and_tokenizer():
     first = template_fingerprint(tiny_tokenizer())
     assert first == template_fingerprint(tiny_tokenizer())

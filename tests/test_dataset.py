@@ -1,8 +1,10 @@
 """The stage `dataset`: answers as Parquet with a card, whole or absent, the same for the same answers; publishing."""
 
 import json
+import os
 import re
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -10,9 +12,10 @@ from datasets import load_dataset
 
 from data import dataset as stage
 from data import prepare, shards
-from data.answers import check_origin, target_identity
+from data.answers import AnswerRow, check_origin, target_identity, write_manifest
 from data.card import size_category
 from data.chat import PLAIN, ChatFormat, encode_prompt, messages_of, template_fingerprint
+from data.records import Record
 from data.rows import open_answers, open_rows
 from data.settings import load_config
 from hub_stand_in import TOKEN, Repository, running_hub
@@ -202,6 +205,70 @@ def test_a_data_set_that_lost_a_file_is_written_again(run, tmp_path):
     assert files_of(tmp_path / "run" / "dataset") == before
 
 
+SHARD = "data/train-00000-of-00001.parquet"
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_damaged_shard_is_written_again(run, tmp_path, hub, pushed):
+    """A lost end by its size; a byte in its middle, before others get it, by its hash."""
+    assert stage.main(run) == 0
+    folder = tmp_path / "run" / "dataset"
+    before = files_of(folder)
+    content = bytearray((folder / SHARD).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / SHARD).write_bytes(content if pushed else content[:-1])
+    assert stage.main([*run, *["--push_to_hub", "tester/rows"] * pushed]) == 0
+    assert (folder / SHARD).read_bytes() == before[SHARD]
+    if pushed:
+        assert hub.repositories["tester/rows"].files[SHARD] == before[SHARD]
+
+
+def test_an_unfinished_data_set_goes_on_behind_the_last_shard_that_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_BATCH_ROWS", 1)
+    records = [Record(AnswerRow(name, "chat", [4], [5, 1], "eos"), [], None, "", "") for name in "abc"]
+    written = shards.write_shards(tmp_path / "part", records, limit=1)
+    assert shards.finished_shards(tmp_path / "part") == written and len(written) == 3
+    written[1].write_bytes(written[1].read_bytes()[:-5])
+    assert shards.finished_shards(tmp_path / "part") == written[:1]
+
+
+def test_files_of_others_stay(run, tmp_path, target, monkeypatch, capsys):
+    folder = tmp_path / "run" / "dataset"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "mine.csv").write_text("a,b")
+    line = mistake(capsys, stage.main, "dataset", *run)
+    assert f"run_dir: {folder} holds data/mine.csv, which this stage did not write" in line
+    assert files_of(folder) == {"data/mine.csv": b"a,b"} and not (tmp_path / "run" / ".dataset.partial").exists()
+    shutil.rmtree(folder)
+    assert stage.main(run) == 0
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("kept")
+    first = files_of(folder)
+    monkeypatch.setitem(ANSWERS, "d", ["late."])
+    write_answers(tmp_path / "run", target)
+    assert stage.main(run) == 0
+    assert files_of(folder).keys() == first.keys() and files_of(folder)["notes/mine.txt"] == b"kept"
+    assert files_of(folder)[SHARD] != first[SHARD]
+    assert not list((tmp_path / "run").glob(".dataset.*/"))
+
+
+def test_files_are_on_the_disk_before_they_take_their_names(run, tmp_path, monkeypatch):
+    """A loss of power after a rename must not leave an empty file under the final name."""
+    events, fsync, rename = [], os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(Path, "rename", lambda path, to: events.append((str(path), str(to))) or rename(path, to))
+    assert stage.main(run) == 0
+    partial, folder = tmp_path / "run" / ".dataset.partial", str(tmp_path / "run" / "dataset")
+    shard = f"{partial}/data/shard-00000.parquet"
+    moved, placed = events.index((f"{shard}.partial", shard)), events.index((str(partial), folder))
+    assert f"{shard}.partial" in events[:moved] and events[moved + 1] == f"{partial}/data"
+    assert {f"{partial}/{name}" for name in files_of(Path(folder))} <= set(map(str, events[:placed]))
+    assert events[placed + 1] == str(tmp_path / "run")
+    events.clear()
+    write_manifest(str(tmp_path), {"finished": True})
+    assert events[0].startswith(f"{tmp_path}/manifest.json.") and events[-1] == str(tmp_path)
+
+
 def test_shards_and_a_run_that_is_killed_between_them(run, tmp_path, monkeypatch, capsys):
     """It goes on behind the last whole shard, and ends with the same bytes."""
     monkeypatch.setattr(shards, "_BATCH_ROWS", 1)
@@ -266,6 +333,24 @@ def test_unfinished_answers_are_refused_unless_a_part_is_asked_for(run, tmp_path
     assert stage.main([*run, "--allow_partial"]) == 0
     folder = tmp_path / "run" / "dataset"
     assert json.loads((folder / "manifest.json").read_text())["partial"] is True
+    assert "Not all prompts are answered yet" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("counts", [{"failed": 0, "left": 2}, {"failed": 2, "left": 0}])
+def test_answers_cut_by_the_time_or_failed_are_a_part(run, tmp_path, counts, capsys):
+    path = tmp_path / "run" / "answers" / "manifest.json"
+    known = json.loads(path.read_text())
+    counts = {"input": 6, "done": 4, "skipped": 0, **counts}
+    path.write_text(json.dumps(known | {"out_of_time": True, "counts": counts}))
+    words = []
+    if counts["left"]:
+        line = mistake(capsys, stage.main, "dataset", *run)
+        assert "not finished (cut by time_budget, 2 turns are left): run" in line
+        words = ["--allow_partial"]
+    assert stage.main([*run, *words]) == 0
+    folder = tmp_path / "run" / "dataset"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["partial"] is True and manifest["counts"] == counts
     assert "Not all prompts are answered yet" in (folder / "README.md").read_text()
 
 

@@ -217,6 +217,17 @@ def test_files_that_change_are_another_version(tmp_path):
     assert identity([str(path.rename(tmp_path / "moved" / "rows.jsonl"))]) == first
 
 
+def test_an_edit_anywhere_in_a_large_file_is_another_version(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"n": 1}\n' * 100_000)
+    first = identity([str(path)])
+    assert identity([str(path)]) == first
+    with open(path, "r+b") as file:
+        file.seek(9 * 30_000)
+        file.write(b'{"n": 2}')
+    assert identity([str(path)]) != first
+
+
 @pytest.mark.parametrize(
     "name", ["absent.jsonl", "./absent", "/absent/x.parquet", "~/absent.json", "no/*.arrow", "a.jsonl.gz"]
 )
