@@ -172,9 +172,16 @@ def outcome_files(folder: str) -> list[Path]:
     return sorted(Path(folder).glob("outcomes*.jsonl"))
 
 
-def holds_rows(folder: str) -> bool:
-    """Whether anything at all is accounted for."""
-    return any(path.stat().st_size for path in (*answer_files(folder), *outcome_files(folder)))
+def holds_answers(folder: str) -> bool:
+    """Whether any turn is answered. Outcomes alone bind nobody: another run may answer what this one skipped."""
+    return any(path.stat().st_size for path in answer_files(folder))
+
+
+def drop_outcomes(folder: str) -> None:
+    """Removes the outcomes of other settings, unless a process is at work with them: its lock then refuses this run."""
+    if 0 not in writers(folder):
+        for path in outcome_files(folder):
+            path.unlink()
 
 
 def read_outcomes(path: Path) -> Iterable[Outcome]:

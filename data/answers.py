@@ -53,10 +53,20 @@ def read_answers(folder: str) -> tuple[list[AnswerRow], dict]:
     return list(read_rows(folder).values()), manifest
 
 
-def read_manifest(folder: str) -> dict:
-    """The manifest, or {} when there is none yet."""
+def read_manifest(folder: str, *needed: str) -> dict:
+    """The manifest, or {} when there is none yet. Raises ValueError for a file that is none or lacks a needed key."""
     path = Path(folder, MANIFEST)
-    return json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+        fault = "" if isinstance(manifest, dict) else f"it holds {str(manifest)[:40]}"
+    except ValueError as error:  # no JSON, or no UTF-8
+        manifest, fault = {}, str(error)
+    fault = fault or ", ".join(f"no {name!r}" for name in needed if name not in manifest)
+    if fault:
+        raise ValueError(f"{path} is no manifest ({fault}): delete it and run the stage that writes it again")
+    return manifest
 
 
 def read_rows(folder: str) -> dict[str, AnswerRow]:

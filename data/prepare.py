@@ -25,7 +25,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.answers import MANIFEST, answer_files, make_folder, read_manifest, write_manifest
+from data.answer_store import holds_answers
+from data.answers import MANIFEST, make_folder, read_manifest, write_manifest
 from data.benchmarks import load_benchmark
 from data.contamination import Contamination, name_apart
 from data.conversations import Columns
@@ -33,7 +34,7 @@ from data.disk import written
 from data.filters import Filters
 from data.local_files import files_of, identity
 from data.near_duplicates import NearDuplicates
-from data.prompt_store import PROMPTS, SKIPPED, Prepared, Writer
+from data.prompt_store import NEEDED, PROMPTS, SKIPPED, Prepared, Writer
 from data.prompts import Reading, Skipped
 from data.settings import RunConfig, run_stage
 from data.sources import BUILTIN, Source, open_source
@@ -51,10 +52,13 @@ def prepare(config: RunConfig) -> None:
     _report(prepared(config))
 
 
-def prepared(config: RunConfig) -> Prepared:
+def prepared(config: RunConfig, replaces: bool = True) -> Prepared:
     """The run's prompts: those of RUN/prompts, which is written first unless it is what the config asks for.
 
     Several processes may call it at once: one of them writes, the others wait.
+
+    Args:
+        replaces: whether prompts of other options, or more prompts, give way where nothing is answered yet.
 
     Raises ValueError for sources that cannot be read or hold nothing usable, and where RUN/answers holds answers to
     prompts that were prepared with other settings.
@@ -62,10 +66,13 @@ def prepared(config: RunConfig) -> Prepared:
     folder = config.path("prompts")
     make_folder(folder, "run_dir")
     with _alone(folder):
-        old = read_manifest(folder)
+        old = read_manifest(folder, *NEEDED)
         settings = _settings(config, old)
-        if old.get("settings") != settings or not _suffices(old, config.num_prompts):
+        whole = Path(folder, PROMPTS).is_file()
+        if old.get("settings") != settings or not whole or not _suffices(old, config.num_prompts):
             _refuse_change(config, old, settings)
+            if old and not replaces:
+                _refuse_other_options(config, old, settings)
             _write(config, folder, settings, old)
     return Prepared(folder)
 
@@ -92,7 +99,6 @@ def _settings(config: RunConfig, old: dict) -> dict:
         "prompts": [_source_key(name, old) for name in config.prompts],
         "columns": {kind: name for kind, name in asdict(Columns.of(config)).items() if name},
         "shuffle_buffer": config.shuffle_buffer,
-        "seed": config.seed if drawn else None,
         "min_prompt_characters": config.min_prompt_characters,
         "max_prompt_characters": config.max_prompt_characters,
         "languages": sorted(config.languages),
@@ -100,6 +106,7 @@ def _settings(config: RunConfig, old: dict) -> dict:
         "near_duplicates": config.near_duplicates,
         "decontaminate": config.decontaminate,
         "decontaminate_words": config.decontaminate_words if config.decontaminate else None,
+        "seed": config.seed if drawn else None,
     }
 
 
@@ -112,24 +119,53 @@ def _source_key(name: str, old: dict) -> list[str]:
 
 
 def _refuse_change(config: RunConfig, old: dict, settings: dict) -> None:
-    if not old or not _has_answers(config):
+    if not holds_answers(config.path("answers")):
         return
     for name, value in settings.items():
-        if old["settings"].get(name) != value:
+        if old and old["settings"].get(name) != value:
             raise ValueError(
                 f"{config.path('answers')} holds answers to prompts prepared with {name} = "
                 f"{old['settings'].get(name)!r}, this run has {value!r}: delete RUN/prompts and RUN/answers, or choose "
                 "another run_dir"
             )
-    if 0 < config.num_prompts < old["counts"]["kept"]:
+    # RUN/prompts may be gone: the answers know how many prompts they belong to.
+    kept = max(known.get("counts", {}).get("kept", 0) for known in (old, _answered(config)))
+    if 0 < config.num_prompts < kept:
         raise ValueError(
-            f"num_prompts {config.num_prompts} is less than the {old['counts']['kept']} prompts that "
+            f"num_prompts {config.num_prompts} is less than the {kept} prompts that "
             f"{config.path('answers')} holds answers to: delete that folder or choose another run_dir"
         )
 
 
-def _has_answers(config: RunConfig) -> bool:
-    return any(path.stat().st_size for path in answer_files(config.path("answers")))
+def _answered(config: RunConfig) -> dict:
+    """The fingerprint and counts of the prompts that RUN/answers holds answers to; {} when it does not say."""
+    folder = config.path("answers")
+    return read_manifest(folder).get("prompts") or {} if holds_answers(folder) else {}
+
+
+def _refuse_other_options(config: RunConfig, old: dict, settings: dict) -> None:
+    """Raises ValueError where the user has prepared prompts by other options than those of now, or more of them."""
+    was, now = _options(old["settings"]), _options(settings)
+    names = [name for name in now if name in was and was[name] != now[name]]
+    was["num_prompts"], now["num_prompts"] = old["num_prompts"], config.num_prompts
+    if 0 < config.num_prompts < old["counts"]["kept"] or names and was["num_prompts"] != now["num_prompts"]:
+        names.append("num_prompts")
+    if names:
+        differing = ", ".join(f"{name} {was[name]!r} (this run has {now[name]!r})" for name in names)
+        raise ValueError(
+            f"{config.path('prompts')} was prepared with {differing}: give the same here too or write it into CONFIG, "
+            "or replace these prompts by: bash launch.sh prepare CONFIG with the options of this run"
+        )
+
+
+def _options(settings: dict) -> dict:
+    """The settings by their options' names, without what files hold; what is not in use is left out."""
+    columns = {
+        f"{kind}_{'key' if kind in ('role', 'content') else 'column'}": settings["columns"].get(kind, "")
+        for kind in asdict(Columns())
+    }
+    rest = {name: value for name, value in settings.items() if name not in ("version", "columns") and value is not None}
+    return {**rest, **columns, "prompts": [key[0] for key in settings["prompts"]]}
 
 
 def _write(config: RunConfig, folder: str, settings: dict, old: dict) -> None:
@@ -143,10 +179,11 @@ def _write(config: RunConfig, folder: str, settings: dict, old: dict) -> None:
     sources = [open_source(name, "train", config.seed, versions.get(name, "")) for name in config.prompts]
     filters, evaluated = _filters(config)
     fingerprint = _hash([settings, [[source.name, source.version] for source in sources], evaluated])
-    if grows and fingerprint != old["fingerprint"] and _has_answers(config):
+    answered = _answered(config).get("fingerprint") or old.get("fingerprint", fingerprint)
+    if fingerprint != answered and holds_answers(config.path("answers")):
         raise ValueError(
-            f"a source or benchmark is no longer the version of which {config.path('answers')} holds answers: delete "
-            "RUN/prompts and RUN/answers, or choose another run_dir"
+            f"{config.path('answers')} holds answers to other prompts: a source or benchmark is no longer the version "
+            "of then, or other options; delete RUN/prompts and RUN/answers, or choose another run_dir"
         )
     paths = {name: Path(folder, f"{name}.partial") for name in (PROMPTS, SKIPPED)}
     try:

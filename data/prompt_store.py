@@ -23,6 +23,7 @@ from data.prompt import Prompt
 from data.prompts import Kept
 
 PROMPTS, SKIPPED = "prompts.arrow", "skipped.jsonl"
+NEEDED = ("num_prompts", "settings", "fingerprint", "sources", "counts", "turns")  # of a manifest
 SCHEMA = pyarrow.schema(
     {
         "id": pyarrow.string(),
@@ -50,16 +51,22 @@ class Prepared(Sequence[Prompt]):
     """
 
     def __init__(self, folder: str):
-        """Raises ValueError, naming the command to run, where there is no finished store."""
+        """Raises ValueError, naming the command to run, where there is no finished store or a damaged one."""
         self.folder = folder
-        self.manifest = read_manifest(folder)
-        if not self.manifest:
+        self.manifest = read_manifest(folder, *NEEDED)
+        path = Path(folder, PROMPTS)
+        if not self.manifest or not path.is_file():
             raise ValueError(f"there are no prepared prompts in {folder}; run: bash launch.sh prepare CONFIG")
         self.turns: int = self.manifest["turns"]
         self.counts: dict = self.manifest["counts"]
         self.fingerprint: str = self.manifest["fingerprint"]
-        file = pyarrow.ipc.open_file(pyarrow.memory_map(str(Path(folder, PROMPTS))))
-        self._batches = [file.get_batch(n) for n in range(file.num_record_batches)]
+        try:
+            file = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
+            self._batches = [file.get_batch(n) for n in range(file.num_record_batches)]
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise ValueError(
+                f"{path} is damaged ({error}): delete it and run: bash launch.sh prepare CONFIG"
+            ) from error
         self._ends = np.cumsum([batch.num_rows for batch in self._batches])
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from itertools import islice
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from data import answers, features
-from data.answer_store import FAILED, SKIPPED, Accounts, AnswerStore, holds_rows, writers
+from data.answer_store import FAILED, SKIPPED, Accounts, AnswerStore, drop_outcomes, holds_answers, writers
 from data.chat import (
     PLAIN,
     ChatFormat,
@@ -72,21 +72,26 @@ def regenerate(config: RunConfig) -> None:
     target = _read_target(config)
     settings = _settings(config, target, engine)
     manifest = answers.read_manifest(folder)
-    _refuse_other_settings(folder, manifest, settings)
-    if _finished(manifest, config):
+    other = _differing(manifest, settings)
+    if other and holds_answers(folder):
+        raise ValueError(f"{folder} holds answers made with {other}: delete the folder or choose another run_dir")
+    finished = _finished(manifest, config)
+    # Answers of before the stage `prepare` do not know of prompts; their sources may be gone.
+    prompts = None if finished and "prompts" not in manifest else prepared(config, replaces=False)
+    if finished and (prompts is None or manifest["prompts"] == _record_of(prompts)):
         print(f"answers are finished: {manifest['counts']['done']} rows in {folder}")
         return
-    prompts = prepared(config)
     answers.make_folder(folder, "run_dir")
     rank, ranks = place_in_run()
+    if rank == 0 and not holds_answers(folder) and (other or manifest.get("prompts") != _record_of(prompts)):
+        drop_outcomes(folder)
     store = AnswerStore(folder, rank)
     try:
         _check_ids(prompts, store)
         work = Work(config, target.tokenizer, prompts, store, rank, ranks)
         if rank == 0 and (said := date_warning(target.tokenizer, work.form)):
             print(said, file=sys.stderr)
-        record = {"num_prompts": config.num_prompts, "settings": settings}
-        record |= {"prompts": {"fingerprint": prompts.fingerprint, "counts": prompts.counts}}
+        record = {"num_prompts": config.num_prompts, "settings": settings, "prompts": _record_of(prompts)}
         answers.write_manifest(folder, {"finished": False, **record, "counts": store.counts(prompts.turns)})
         if store.open_turns(prompts.turns):
             answering = _engine(engine, config, target, tuple(settings["tap_ids"] or ()), work)
@@ -137,23 +142,25 @@ def _settings(config: RunConfig, target: Asked, engine: str) -> dict:
     }
 
 
-def _refuse_other_settings(folder: str, manifest: dict, settings: dict) -> None:
-    if not holds_rows(folder):  # a run that ended before its first answer binds nobody
-        return
-    old = _BEFORE | manifest.get("settings", settings)
+def _record_of(prompts: Prepared) -> dict:
+    """What the answers' manifest keeps of the prompts."""
+    return {"fingerprint": prompts.fingerprint, "counts": prompts.counts}
+
+
+def _differing(manifest: dict, settings: dict) -> str:
+    """The first setting that is another one than the manifest's, with both values; "" when there is none."""
+    old = _BEFORE | (manifest.get("settings") or settings)
     for name, value in settings.items():
         # A target is known by its weights, wherever they lie.
         if name != "target" and old.get(name) != value:
-            raise ValueError(
-                f"{folder} holds answers made with {name} = {old.get(name)!r}, this run has {value!r}: "
-                "delete the folder or choose another run_dir"
-            )
+            return f"{name} = {old.get(name)!r}, this run has {value!r}"
+    return ""
 
 
 def _finished(manifest: dict, config: RunConfig) -> bool:
     # Answers cut by a time budget go on under another one, or none; what failed is tried again.
     cut = manifest.get("out_of_time") and manifest.get("time_budget") != config.time_budget
-    done = manifest.get("finished") and manifest["num_prompts"] == config.num_prompts
+    done = manifest.get("finished") and manifest.get("num_prompts") == config.num_prompts and "counts" in manifest
     return bool(done and not cut and not manifest["counts"]["failed"])
 
 

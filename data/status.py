@@ -14,6 +14,8 @@ from pathlib import Path
 
 from data.answer_store import FAILED, SKIPPED, Accounts, writers
 from data.answers import read_manifest as read_answers_manifest
+from data.dialogues import turn_ids
+from data.prompt_store import PROMPTS, Prepared
 from data.prompt_store import read_manifest as read_prompts_manifest
 from data.settings import RunConfig, run_stage
 
@@ -31,7 +33,8 @@ def status(config: RunConfig) -> dict:
 
     Returns {"run_dir", "prompts": {"read", "kept", "skipped": {reason: rows}} or None, "turns": {"input", "done",
     "failed", "skipped", "left"} or None, "failed": {reason: turns}, "skipped": {reason: turns}, "writing": [rank, ...],
-    "finished"}. Raises ValueError when there is neither.
+    "finished": nothing is left, "cut": the time budget ended the run before, "strange": accounts that belong to no
+    prompt of RUN/prompts, in none of the other numbers}. Raises ValueError when there is neither.
     """
     prompts = read_prompts_manifest(config.path("prompts"))
     manifest = read_answers_manifest(config.path("answers"))
@@ -42,15 +45,32 @@ def status(config: RunConfig) -> dict:
     # Answers of before the stage `prepare` know their number of turns themselves.
     turns = prompts.get("turns", manifest.get("counts", {}).get("input"))
     accounts = Accounts(config.path("answers"))
+    strange = _leave_out_strange(accounts, config.path("prompts")) if prompts else 0
+    counts = None if turns is None else accounts.counts(turns)
+    ended, left = bool(manifest.get("finished")), bool(counts and counts["left"])
     return {
         "run_dir": config.run_dir,
         "prompts": prompts.get("counts"),
-        "turns": None if turns is None else accounts.counts(turns),
+        "turns": counts,
         FAILED: accounts.reasons(FAILED),
         SKIPPED: accounts.reasons(SKIPPED),
         "writing": writers(config.path("answers")) if Path(config.path("answers")).is_dir() else [],
-        "finished": bool(manifest.get("finished")),
+        "finished": ended and not left,
+        "cut": ended and left and bool(manifest.get("out_of_time")),
+        "strange": strange,
     }
+
+
+def _leave_out_strange(accounts: Accounts, folder: str) -> int:
+    """Takes what belongs to no prompt out of the accounts and says how much it was."""
+    if not Path(folder, PROMPTS).is_file():
+        return 0
+    known = set(turn_ids(Prepared(folder)))
+    strange = [key for key in (*accounts.places, *accounts.dropped) if key not in known]
+    for key in strange:
+        accounts.places.pop(key, None)
+        accounts.dropped.pop(key, None)
+    return len(strange)
 
 
 def _print_json(found: dict) -> None:
@@ -70,8 +90,13 @@ def _print(found: dict) -> None:
         _print_reasons(FAILED, found[FAILED])
         _print_reasons(SKIPPED, found[SKIPPED])
     ranks = f" by {len(found['writing'])} ranks" if len(found["writing"]) > 1 else ""
-    state = f"being written{ranks}" if found["writing"] else "finished" if found["finished"] else "not finished"
-    print(f"answers  {state}")
+    ended = "finished" if found["finished"] else "cut by time_budget" if found["cut"] else "not finished"
+    print(f"answers  {f'being written{ranks}' if found['writing'] else ended}")
+    if found["strange"]:
+        print(
+            f"         {found['strange']} more in RUN/answers belong to no prompt of RUN/prompts: prepare the prompts "
+            "that they answer, or delete RUN/answers"
+        )
 
 
 def _print_reasons(kind: str, reasons: dict[str, int]) -> None:

@@ -4,7 +4,17 @@ import os
 
 import pytest
 
-from data.answer_store import FAILED, SKIPPED, Accounts, AnswerStore, Outcome, read_outcomes, writers
+from data.answer_store import (
+    FAILED,
+    SKIPPED,
+    Accounts,
+    AnswerStore,
+    Outcome,
+    drop_outcomes,
+    holds_answers,
+    read_outcomes,
+    writers,
+)
 from data.answers import AnswerRow, drop_half_line, read_rows
 from data.settings import StageError
 
@@ -25,6 +35,22 @@ def test_the_store_keeps_the_first_answer_and_the_last_outcome(tmp_path):
     assert (again.places, again.dropped) == (store.places, {"c": (SKIPPED, "y")})
     assert again.row("a") == row("a") and again.row("b") == row("b") and again.row('quo"te\\ \u2028é').answer_ids == [5]
     assert [line.id for line in read_outcomes(tmp_path / "outcomes.jsonl")] == ["b", "c"]
+
+
+def test_outcomes_alone_bind_nobody_unless_their_writer_is_at_work(tmp_path):
+    folder = str(tmp_path)
+    store = AnswerStore(folder)
+    store.add([], [Outcome("b", SKIPPED, "x")])
+    assert not holds_answers(folder)
+    drop_outcomes(folder)
+    assert [line.id for line in read_outcomes(tmp_path / "outcomes.jsonl")] == ["b"]
+    store.close()
+    drop_outcomes(folder)
+    assert Accounts(folder).dropped == {} and not (tmp_path / "outcomes.jsonl").exists()
+    store = AnswerStore(folder)
+    store.add([row("a")])
+    store.close()
+    assert holds_answers(folder)
 
 
 def test_one_writer_at_a_time(tmp_path):

@@ -8,6 +8,7 @@ from answering import Run
 from data import status
 from data.answer_store import AnswerStore, Outcome
 from data.answers import AnswerRow
+from data.settings import load_config
 from mistakes import mistake
 
 
@@ -46,6 +47,45 @@ def test_everything_is_accounted_for_while_a_run_is_at_work(run, capsys):
     assert "turns    4 = 1 done + 1 failed + 1 skipped + 1 left\n" in text and "answers  being written\n" in text
     assert "prompts  4 rows read = 3 kept + 1 skipped\n" in text and "  failed         1  HTTP 500\n" in text
     assert {path.name: path.read_bytes() for path in run.answers.iterdir()} == before
+
+
+def test_answers_that_belong_to_no_prompt_are_said_and_not_counted(run, capsys):
+    run.answers.joinpath("outcomes.jsonl").open("a").write('{"id": "y", "status": "failed", "reason": "gone"}\n')
+    for file in run.answers.glob("lock*"):
+        file.unlink()
+    rows = [
+        json.dumps({"id": f"x{n}", "domain": "d", "prompt_ids": [1], "answer_ids": [2], "stop": "length"})
+        for n in range(9)
+    ]
+    run.answers.joinpath("answers-rank-1.jsonl").write_text("".join(row + "\n" for row in rows))
+    found = status.status(load_config(str(run.config())))
+    assert found["turns"] == {"input": 4, "done": 1, "failed": 1, "skipped": 1, "left": 1}
+    assert (found["strange"], found["failed"], found["finished"]) == (10, {"HTTP 500": 1}, False)
+    status._print(found)
+    assert "\n         10 more in RUN/answers belong to no prompt of RUN/prompts" in capsys.readouterr().out
+
+
+def test_a_run_that_its_time_budget_cut_is_not_finished(run, capsys):
+    run.answers.joinpath("manifest.json").write_text('{"finished": true, "out_of_time": true}')
+    for file in run.answers.glob("lock*"):
+        file.unlink()
+    assert status.main([str(run.config())]) == 0
+    assert "1 left\n" in (text := capsys.readouterr().out) and text.endswith("answers  cut by time_budget\n")
+    run.answers.joinpath("outcomes.jsonl").open("a").write('{"id": "c1.turn2", "status": "skipped", "reason": "x"}\n')
+    assert status.main([str(run.config())]) == 0
+    assert " 0 left\n" in (text := capsys.readouterr().out) and text.endswith("answers  finished\n")
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{", '{"kept": 3}', "\udcff"])
+@pytest.mark.parametrize("folder", ["prompts", "answers"])
+def test_a_broken_manifest_is_named(run, capsys, folder, content):
+    path = run.answers.parent / folder / "manifest.json"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    if folder == "answers" and content.startswith('{"'):  # a run of before may have written less
+        assert status.main([str(run.config())]) == 0
+    else:
+        said = mistake(capsys, status.main, "data-status", run.config())
+        assert f"{path} is no manifest (" in said and "delete it and run the stage that writes it again" in said
 
 
 def test_a_folder_without_data_is_a_mistake(tmp_path, capsys):
