@@ -18,7 +18,7 @@ from data.answer_store import FAILED, SKIPPED, AnswerStore, Outcome
 from data.answers import AnswerRow
 from data.chat import ChatFormat, TemplateRejected, encode_prompt, messages_of
 from data.conversations import Prompt
-from data.engines import Question
+from data.engines import RECORDED, Question, engine_name
 from data.prompt_store import Prepared
 from data.settings import RunConfig
 
@@ -42,6 +42,12 @@ class Dialogue:
     def turn(self) -> int:
         """Of the next question, from 0."""
         return len(self.answers)
+
+    @property
+    def recorded(self) -> str | None:
+        """The data set's own answer to the next question, where there is one."""
+        answers = self.prompt.answers or []
+        return answers[self.turn] if self.turn < len(answers) else None
 
     @property
     def finished(self) -> bool:
@@ -79,6 +85,7 @@ class Work:
     ):
         self.config, self.tokenizer, self.prompts, self.store = config, tokenizer, prompts, store
         self.rank, self.ranks, self.form = rank, ranks, ChatFormat.of(config)
+        self._recorded = engine_name(config) == RECORDED
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank))
         self.started, self.new_tokens, self.new_rows = time.monotonic(), 0, 0
         self.out_of_time = False
@@ -116,7 +123,7 @@ class Work:
             key = turn_id(prompt.id, dialogue.turn)
             status = self.store.status(key)
             if status == "done":
-                dialogue.answers.append(self._text(self.store.row(key)))
+                dialogue.answers.append(self._said(dialogue, key))
             elif status == SKIPPED:
                 self._close(dialogue, EARLIER_SKIPPED, SKIPPED)
             else:
@@ -140,8 +147,7 @@ class Work:
             detail = f"{len(ids)} prompt tokens, max_prompt_length is {limit}"
             self._drop(dialogue, Outcome(key, SKIPPED, "longer than max_prompt_length", detail))
             return None
-        recorded = prompt.answers[turn] if prompt.answers and turn < len(prompt.answers) else None
-        return Question(key, prompt.domain, ids, messages, prompt.tools, recorded)
+        return Question(key, prompt.domain, ids, messages, prompt.tools, dialogue.recorded)
 
     def take(self, result: AnswerRow | Outcome) -> Dialogue:
         """Accounts for an asked question and returns its conversation. `flush` writes."""
@@ -150,7 +156,7 @@ class Work:
             self._drop(dialogue, result)
         else:
             self._rows.append(result)
-            dialogue.answers.append(self._text(result))
+            dialogue.answers.append(self._said(dialogue, result))
             self.new_tokens += len(result.answer_ids)
             self.new_rows += 1
             self._advance(1)
@@ -193,7 +199,11 @@ class Work:
                 self._outcomes.append(Outcome(key, status, reason))
                 self._advance(1)
 
-    def _text(self, row: AnswerRow) -> str:
+    def _said(self, dialogue: Dialogue, answer: AnswerRow | str) -> str:
+        """The text of a turn's answer, given or by its id, as later turns have it before them."""
+        if self._recorded and dialogue.recorded is not None:  # a row may be cut, what follows it came after the whole
+            return dialogue.recorded
+        row = self.store.row(answer) if isinstance(answer, str) else answer
         return self.tokenizer.decode(row.answer_ids, skip_special_tokens=True)
 
     def _advance(self, turns: int) -> None:

@@ -25,7 +25,7 @@ import openai
 
 from data.asking import FULL, IDS, MESSAGES, PLAIN_FIELDS, TEMPLATE_ARGUMENTS, TEXT, TRANSFORMERS, Asking, Form
 from data.engines import Question
-from data.replies import BadReply, Reply, parse_reply
+from data.replies import BadReply, Reply, parse_reply, printable
 from data.settings import RunConfig
 
 _REST_AFTER = 5  # failures in a row
@@ -65,10 +65,13 @@ class Endpoint:
         self.asking, self.config = asking, config
         parts = urlsplit(address)
         self.name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        self._key = _key(config.server_key_variable)
+        # An address with a user of its own (https://USER:PASSWORD@HOST) needs no key beside it.
+        key = "" if parts.username or parts.password else _key(config.server_key_variable)
+        self._headers = {} if key else {"Authorization": openai.Omit()}
+        self._secrets = _spellings(key, parts.password or "")
         self._client = openai.AsyncOpenAI(
             base_url=address,
-            api_key=self._key or "none",
+            api_key=key or "none",
             max_retries=0,  # retried by us, at whichever endpoint is free
             # A connection serves one request: what a server sends beyond its reply (a proxy that repeats one) would be
             # read as the reply to the next request, and be another row's answer.
@@ -195,14 +198,14 @@ class Endpoint:
         """The name by which the server knows the target. Raises ValueError when it serves others only."""
         wanted = self.config.server_model
         try:
-            served = await self._send(self._client.models.with_raw_response.list())
+            served = await self._send(self._client.models.with_raw_response.list(extra_headers=self._headers))
         except Trouble as trouble:
             if trouble.refused:
                 return wanted or self.config.target
             raise
         try:
             entries = [entry for entry in json.loads(served)["data"] if isinstance(entry.get("id"), str)]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             entries = []
         if wanted or not entries:
             if entries and wanted not in [entry["id"] for entry in entries]:
@@ -218,7 +221,8 @@ class Endpoint:
 
     async def _request(self, form: Form, question: Question, limit: int) -> Reply:
         # All fields go in as they are: the client's own look at a list of token ids takes longer than all else it does.
-        fields = {"model": self.model, "extra_body": self.asking.body(form, question, limit)}
+        body = self.asking.body(form, question, limit)
+        fields = {"model": self.model, "extra_body": body, "extra_headers": self._headers}
         if form.prompt == MESSAGES:
             call = self._client.chat.completions.with_raw_response.create(messages=[], **fields)
         else:
@@ -241,6 +245,9 @@ class Endpoint:
             raise Trouble(reason, self._clean(str(cause)), blames_row=not away) from None
         except openai.OpenAIError as error:
             raise Trouble("a reply that the client cannot read", self._clean(str(error))) from None
+        except Exception as error:  # what no client should raise: a redirect to a port that there is not, say
+            detail = self._clean(f"{type(error).__name__}: {error}")
+            raise Trouble("a request that could not be made", detail) from None
 
     def _of_status(self, error: openai.APIStatusError) -> Trouble:
         status, wait = error.status_code, _retry_after(error.response.headers.get("retry-after"))
@@ -257,15 +264,28 @@ class Endpoint:
 
     def _clean(self, text: str) -> str:
         """One line for people, without the key."""
-        line = " ".join(text.split())[:300]
-        return line.replace(self._key, "***") if self._key else line
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return printable(" ".join(text.split()), 300)
 
 
 def _key(variable: str) -> str:
-    """The key in an environment variable; none is sent unless one is named. Raises ValueError when it is not set."""
-    if variable and not os.environ.get(variable):
+    """The key in an environment variable; none is sent unless one is named. Raises ValueError where it is not set, or
+    cannot stand in a header."""
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key:
         raise ValueError(f"server_key_variable: the environment variable {variable} is not set")
-    return os.environ[variable] if variable else ""
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"server_key_variable: {variable} holds characters that no key has: a line's end, or no ASCII")
+    return key
+
+
+def _spellings(*secrets: str) -> set[str]:
+    """Secrets as messages may show them: as they are, and with what Python or JSON escapes."""
+    forms = {form for secret in secrets for form in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1])}
+    return forms - {""}
 
 
 def backoff(base: float, failures: int) -> float:

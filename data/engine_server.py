@@ -20,7 +20,7 @@ from data.chat import ChatFormat
 from data.dialogues import Dialogue, Work
 from data.endpoint import Endpoint, Trouble, backoff
 from data.engines import Question, Sampling
-from data.replies import AnswerReader, BadReply
+from data.replies import AnswerReader, BadReply, printable
 from data.settings import RunConfig, StageError
 
 _FLUSH_SECONDS, _FLUSH_ROWS = 0.5, 256
@@ -151,6 +151,10 @@ class _Run:
                 self._again(job, fault.reason, fault.detail, job.tries)
             else:
                 self._take(job, Outcome(job.question.id, FAILED, fault.reason, fault.detail))
+        except Exception as error:  # a reply that nobody has thought of costs its row, not the run
+            endpoint.worked()
+            detail = f"{type(error).__name__}: {printable(error, 200)}"
+            self._take(job, Outcome(job.question.id, FAILED, "a reply that cannot be read", detail))
         else:
             endpoint.worked()
             self._take(job, row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from data.prompt_options import check_prompt_options
 
@@ -64,12 +65,26 @@ def _check_engine(options: RunConfig) -> None:
     if options.server_concurrency > 1000:  # connections of the client
         raise ValueError(f"server_concurrency must be at most 1000, got {options.server_concurrency}")
     for endpoint in options.endpoints:
-        if not re.match(r"https?://[^/]", endpoint):
+        if not _is_address(endpoint):
             raise ValueError(f"endpoints must be addresses such as http://127.0.0.1:8000/v1, got {endpoint!r}")
-    if len(set(options.endpoints)) < len(options.endpoints):
+    if len({endpoint.rstrip("/") for endpoint in options.endpoints}) < len(options.endpoints):
         raise ValueError("endpoints: one is named twice; server_concurrency sets the requests to each")
     if options.engine == "server" and not options.endpoints:
         raise ValueError("engine server needs endpoints, such as --endpoints http://127.0.0.1:8000/v1")
+
+
+def _is_address(text: str) -> bool:
+    """Whether it is http or https, with a host and a port that can be."""
+    try:
+        parts = urlsplit(text)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not re.search(r"\s", text)
+        )
+    except ValueError:  # a port that is no number or too large, half of a bracket
+        return False
 
 
 def _check_loss(options: RunConfig) -> None:

@@ -32,7 +32,7 @@ class Reply:
 
     Attributes:
         finish: "stop", "length", or another finish_reason.
-        stop_token: the id at which it stopped.
+        stop: where it stopped, where the server says so: a token's id, or a string.
         prompt_tokens, completion_tokens: as the server counts them.
         prompt_ids: what it read.
     """
@@ -40,7 +40,7 @@ class Reply:
     text: str | None
     token_ids: list[int] | None
     finish: str | None
-    stop_token: int | None = None
+    stop: int | str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_ids: list[int] | None = None
@@ -59,7 +59,7 @@ def parse_reply(content: bytes) -> Reply:
     """Reads a body of /v1/completions or /v1/chat/completions. Raises BadReply for anything else."""
     try:
         body = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second: brackets in brackets, thousands deep
         raise BadReply("a reply that is not JSON", str(error), again=True) from None
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -69,15 +69,21 @@ def parse_reply(content: bytes) -> Reply:
     message = choice.get("message") if isinstance(choice.get("message"), dict) else {}
     text = choice.get("text", message.get("content"))
     usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
+    stop = choice.get("stop_reason", choice.get("matched_stop"))  # of vLLM, of SGLang
     return Reply(
         text if isinstance(text, str) else None,
         _ids(choice.get("token_ids")),
         choice.get("finish_reason"),
-        _whole(choice.get("stop_reason")),
+        stop or None if isinstance(stop, str) else _whole(stop),
         _whole(usage.get("prompt_tokens")),
         _whole(usage.get("completion_tokens")),
         _ids(choice.get("prompt_token_ids", body.get("prompt_token_ids"))),
     )
+
+
+def printable(value: object, length: int | None = None) -> str:
+    """As text that every output takes (JSON may hold half a surrogate pair, UTF-8 may not), cut to so many letters."""
+    return str(value)[:length].encode("utf-8", "backslashreplace").decode()
 
 
 def _whole(value: object) -> int | None:
@@ -108,7 +114,7 @@ class AnswerReader:
     def row(self, question: Question, reply: Reply) -> AnswerRow:
         """Raises BadReply for a reply whose tokens cannot be told for certain."""
         if reply.finish not in ("stop", "length"):
-            raise BadReply(f"finish_reason {reply.finish}")
+            raise BadReply(f"finish_reason {printable(reply.finish, 40)}")
         if difference := reply.other_prompt(question):
             raise BadReply("the server read another prompt", difference)
         ended = reply.finish == "stop"
@@ -121,7 +127,14 @@ class AnswerReader:
         return AnswerRow(question.id, question.domain, question.prompt_ids, ids, stop, reply.token_ids is not None)
 
     def _closing(self, reply: Reply) -> int:
-        return reply.stop_token if reply.stop_token in self.eos_ids else self.closing
+        """The end that the server kept to itself. Raises BadReply where it stopped at something else."""
+        if reply.stop is None:
+            return self.closing
+        for token in self.eos_ids:
+            if reply.stop in (token, self.tokenizer.decode([token])):
+                return token
+        kind = "a stop string" if isinstance(reply.stop, str) else "a token that is no end of the target's"
+        raise BadReply(f"stopped at {kind}", printable(reply.stop, 40))
 
     def _given(self, reply: Reply) -> list[int]:
         if any(not 0 <= token < self.vocab_size for token in reply.token_ids):
@@ -135,6 +148,8 @@ class AnswerReader:
             raise BadReply("a reply without text", again=True)
         if not text and not (ended and count == 1):
             raise BadReply("an empty answer", again=True)
+        if printable(text) != text:  # half a surrogate pair, which no tokenizer takes
+            raise BadReply("the text does not survive tokenising", printable(text, 80))
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if "\ufffd" in text or self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
             raise BadReply("the text does not survive tokenising", text[:80])

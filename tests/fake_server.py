@@ -114,6 +114,13 @@ class FakeServer:
         if fault == "two answers":
             answer = self._answer(path, body)
             return packed(200, answer | {"choices": answer["choices"] * 2})
+        if fault == "surrogate":
+            answer = self._answer(path, body)
+            return packed(200, answer | {"choices": [answer["choices"][0] | {"text": "a\ud800"}]})
+        if fault == "deep":
+            return packed(200, raw=b"[" * 99_999)
+        if fault == "redirect":
+            return packed(307, {}, {"location": "http://127.0.0.1:99999/v1"})
         if fault == "too few":
             answer = self._answer(path, body)
             return packed(200, answer | {"choices": []})

@@ -1,8 +1,10 @@
 """The engine `server` against fake servers: what is asked, what is made of replies, and that faults cost nothing."""
 
+import base64
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -17,6 +19,8 @@ from data.answers import read_answers
 from data.endpoint import backoff
 from data.engines import Sampling
 from data.regenerate import main
+from data.replies import AnswerReader
+from data.settings import RunConfig
 from fake_server import FakeServer
 from tiny import EOS
 from tiny_tokenizer import TEMPLATE, tiny_tokenizer
@@ -124,7 +128,80 @@ def test_no_key_is_sent_unless_one_is_named(run, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret-value")
     with FakeServer(run.tokenizer) as server:
         assert run(endpoints=[server.url]) == 0
-        assert server.keys == {"Bearer none"}
+        assert server.keys == {""}
+
+
+def test_a_user_in_the_address_goes_before_a_key_and_is_not_told(run, monkeypatch, capsys):
+    monkeypatch.setenv("MY_KEY", "s3cret-value")
+    with FakeServer(run.tokenizer) as server:
+        assert run(endpoints=[server.url.replace("://", "://me:pass-word@")], server_key_variable="MY_KEY") == 0
+        assert server.keys == {"Basic " + base64.b64encode(b"me:pass-word").decode()}
+    assert "pass-word" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("line_end", ["\r", "\n", "\r\n "])
+def test_a_line_end_after_a_key_is_no_part_of_it(run, monkeypatch, line_end):
+    monkeypatch.setenv("MY_KEY", "s3cret-value" + line_end)
+    with FakeServer(run.tokenizer) as server:
+        assert run(endpoints=[server.url], server_key_variable="MY_KEY") == 0
+        assert server.keys == {"Bearer s3cret-value"}
+
+
+@pytest.mark.parametrize("key", ["s3cret\rvalue", "s3cr\u00e9t", "s3\x00cret"])
+def test_a_key_that_no_header_takes_is_refused_untold(run, monkeypatch, capsys, key):
+    monkeypatch.setattr(endpoint.os, "environ", os.environ | {"MY_KEY": key})
+    assert run(endpoints=["http://127.0.0.1:9/v1"], server_key_variable="MY_KEY") == 2
+    error = capsys.readouterr().err
+    assert "server_key_variable: MY_KEY holds characters" in error and "s3" not in error
+
+
+def test_no_spelling_of_a_key_is_told(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "a\\b'c\"d")
+    config = RunConfig(server_key_variable="MY_KEY")
+    clean = endpoint.Endpoint("http://127.0.0.1:9/v1", config, None, 1.0)._clean
+    key = os.environ["MY_KEY"]
+    assert clean(f"{key} {key!r} {json.dumps(key)}") == "*** '***' \"***\""
+    assert clean("x" * 295 + key) == "x" * 295 + "***" and clean("\ud800\n1") == "\\ud800 1"
+
+
+def test_a_reply_that_nobody_has_thought_of_fails_its_row(run, monkeypatch):
+    """Half a surrogate pair, brackets thousands deep, and whatever else breaks the reader."""
+    faults, real = iter(["surrogate", "deep"]), AnswerReader.row
+    with FakeServer(
+        run.tokenizer, "plain", fault=lambda b: next(faults, None) if b["max_tokens"] > 1 else None
+    ) as server:
+        once = dict(endpoints=[server.url], server_attempts=1, server_concurrency=1)
+        assert run(**once) == 0
+        reasons = Accounts(str(run.answers)).reasons("failed")
+        assert reasons == {"the text does not survive tokenising": 1, "a reply that is not JSON": 1}
+        monkeypatch.setattr(AnswerReader, "row", lambda *given: 1 // 0)
+        assert run(**once) == 0
+        assert Accounts(str(run.answers)).reasons("failed") == {"a reply that cannot be read": 2}
+        monkeypatch.setattr(AnswerReader, "row", real)
+        assert run(**once) == 0
+    assert set(run.rows()) == set(run.expected())
+
+
+def test_what_the_client_should_not_raise_is_trouble(run, capsys):
+    """A redirect to a port that there is not."""
+    with FakeServer(run.tokenizer, fault=lambda body: "redirect") as server:
+        assert run(endpoints=[server.url], server_patience=0.2) == 1
+    assert "no endpoint has answered for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:8000/v1", "http://h:99999/v1", "http://h:abc/v1", "http://[::1/v1", "http:///v1", "http://a b/v1"],
+)
+def test_an_address_that_cannot_be_is_refused_by_name(address):
+    with pytest.raises(ValueError, match="endpoints must be addresses such as .*, got '" + re.escape(address)):
+        RunConfig(endpoints=[address])
+
+
+def test_an_endpoint_named_twice_is_refused():
+    with pytest.raises(ValueError, match="one is named twice"):
+        RunConfig(endpoints=["http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1/"])
+    RunConfig(endpoints=["http://127.0.0.1:8000/v1", "http://[::1]:8000/v1", "https://host.example"])
 
 
 def test_an_accident_at_the_first_request_costs_no_token_ids(run, capsys):

@@ -124,10 +124,10 @@ def test_no_token_of_probability_zero_is_drawn():
 def test_recorded_answers_are_rows_when_the_target_wrote_them(tmp_path):
     closing = "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}/"
     save_tiny_target(tmp_path / "target", template=TEMPLATE.replace("{{ m.content }}/", closing))
-    run = Run(tmp_path, [["x"]], engine="recorded", num_prompts=9)
+    run, long = Run(tmp_path, [["x"]], engine="recorded", num_prompts=9), "q" * (LIMIT + 5)
     talks = {
         "a": [("user", "hi"), ("assistant", "hello"), ("user", "why"), ("assistant", "so")],
-        "b": [("user", "long"), ("assistant", "q" * (LIMIT + 5))],
+        "b": [("user", "long"), ("assistant", long), ("user", "more"), ("assistant", "yes")],
         "c": [("user", "no answer")],
         "d": [("user", "empty"), ("assistant", " ")],
     }
@@ -142,7 +142,9 @@ def test_recorded_answers_are_rows_when_the_target_wrote_them(tmp_path):
     assert by_id["a.turn2"].prompt_ids == encode("u:hi/a:hello<eos>/u:why/a:")
     assert by_id["a.turn2"].answer_ids == [*encode("so"), EOS] and not by_id["a"].exact
     assert (by_id["b"].answer_ids, by_id["b"].stop) == (encode("q" * LIMIT), "length")
-    assert manifest["counts"]["done"] == 3 and manifest["counts"]["left"] == 0
+    # What follows a cut answer came after the whole of it.
+    assert by_id["b.turn2"].prompt_ids == encode(f"u:long/a:{long}<eos>/u:more/a:")
+    assert manifest["counts"]["done"] == 4 and manifest["counts"]["left"] == 0
     assert set(manifest["skipped"]) <= {"the data set has no answer", "an empty answer"}
     assert run(engine="local") == 2
 

@@ -32,6 +32,10 @@ A, B, C = 4, 5, 6
         (dict(ids=[A, B, EOS], wrote=3), [A, B, EOS], "eos", True),
         (dict(ids=[A, B], wrote=3), [A, B, EOS], "eos", True),  # the server keeps the end to itself
         (dict(ids=[A, B], stop_reason=60), [A, B, 60], "eos", True),  # and says which one it was
+        (dict(ids=[A, B], stop_reason=None), [A, B, EOS], "eos", True),
+        (dict(ids=[A, B], stop_reason="<eos>"), [A, B, EOS], "eos", True),
+        (dict(ids=[A, B], matched_stop=60), [A, B, 60], "eos", True),
+        (dict(ids=[A, EOS], stop_reason="b"), [A, EOS], "eos", True),  # nothing is added, whatever it says
         (dict(ids=[A, B, 60, C], wrote=4, finish="length"), [A, B, 60], "eos", True),  # it knew one end of two only
         (dict(ids=[A] * 6, wrote=6, finish="length"), [A] * 6, "length", True),
         (dict(), [A, B, C, EOS], "eos", False),
@@ -55,6 +59,13 @@ def test_what_a_reply_is_worth(given, ids, stop, exact):
         (dict(finish="content_filter"), "finish_reason content_filter"),
         (dict(finish="tool_calls"), "finish_reason tool_calls"),
         (dict(finish=None), "finish_reason None"),
+        (dict(finish="x" * 99), "finish_reason " + "x" * 40),
+        (dict(finish="\ud800"), "finish_reason \\ud800"),
+        (dict(ids=[A, B], stop_reason="END"), "stopped at a stop string"),
+        (dict(ids=[A, B], matched_stop="END"), "stopped at a stop string"),
+        (dict(stop_reason="END"), "stopped at a stop string"),
+        (dict(ids=[A, B, C], stop_reason=C), "stopped at a token that is no end of the target's"),
+        (dict(text="ab\ud83d"), "the text does not survive tokenising"),
         (dict(prompt=4), "the server read another prompt"),
         (dict(text=""), "an empty answer"),
         (dict(text=None), "a reply without text"),
@@ -74,7 +85,8 @@ def test_a_reply_whose_tokens_are_not_certain_is_no_row(given, reason):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"null", b"[1]", b'{"choices": null}', b'{"choices": [1]}', b'{"choices": []}']
+    "content",
+    [b"", b"null", b"[1]", b'{"choices": null}', b'{"choices": [1]}', b'{"choices": []}', b"[" * 99_999, b"1" * 9_999],
 )
 def test_what_is_no_reply_says_so(content):
     with pytest.raises(BadReply, match="not JSON|exactly one answer"):
