@@ -173,3 +173,23 @@ def test_a_dry_run_reads_a_data_set_too(run, capsys):
     assert train_drafter.main([str(config), "--dry_run", "--answers", str(folder)]) == 0
     assert "12 of 12 conversations, 0 skipped" in capsys.readouterr().out
     assert not (config.parent / "hub-cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words", "said"),
+    [
+        ({"target_identity": "strange"}, [], "are those of target strange"),
+        ({"thinking": False}, ["--thinking", "true"], "were asked with thinking False, this run has True"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_real_one_refuses(run, capsys, changed, words, said):
+    config, folder, rows = run
+    manifest_of(folder, **changed)
+    for more in ([], ["--dry_run"]):
+        assert train_drafter.main([str(config), "--answers", str(folder), *words, *more]) == 2
+        assert said in capsys.readouterr().err
+    (config.parent / "run" / "answers" / "answers.jsonl").write_text(
+        json.dumps(vars(replace(rows[0], answer_ids=[5, 64, 7]))) + "\n"
+    )
+    assert train_drafter.main([str(config), "--dry_run"]) == 2
+    assert "hold token 64, the target has 64" in capsys.readouterr().err

@@ -15,6 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from data.answers import check_origin
+from data.chat import ChatFormat
+from data.feature_cache import cache_settings
 from data.features import resolve_taps
 from data.fetch_target import resolve_target
 from data.rows import Rows, answers_of, as_rows, open_answers
@@ -26,7 +29,7 @@ from models.target import Target, choose_dtype, outline_target
 from training.adapters import choose_trainable, head_names
 from training.arguments import world, zero_stage
 from training.objective import loss_chunk
-from training.plan import begin, build_spec, decodes
+from training.plan import begin, build_spec, check_ids, decodes
 from training.rows import PackedRows, TrainingRows, TrainingSet
 from training.sources import expects_stored
 from training.warm_start import agree_with_start, outline_start, start_config
@@ -38,7 +41,8 @@ def describe_run(config: RunConfig) -> str:
     """The text. Raises ValueError for a user's mistake, as a real start does."""
     arguments, device = begin(config)
     target = _outline(config, choose_dtype(config.dtype, device))
-    rows = _rows(config)
+    rows, manifest = _rows(config)
+    _check_answers(config, target, rows, manifest)
     start = outline_start(config, target)
     draft_ids, spec = build_spec(config, target, rows)
     if start is None:
@@ -68,11 +72,23 @@ def _outline(config: RunConfig, dtype: torch.dtype) -> Target:
     return outline_target(path, dtype, config.trust_remote_code)
 
 
-def _rows(config: RunConfig) -> Rows:
-    """The answers, none before there are any."""
+def _rows(config: RunConfig) -> tuple[Rows, dict]:
+    """The answers and their manifest, none before there are any."""
     if not config.answers and not os.path.isdir(answers_of(config)):
-        return as_rows([])
-    return open_answers(config, keep=False)[0]
+        return as_rows([]), {}
+    return open_answers(config, keep=False)
+
+
+def _check_answers(config: RunConfig, target: Target, rows: Rows, manifest: dict) -> None:
+    """Raises ValueError for answers that a real start refuses; a target that is yet to be merged or converted has no
+    identity to compare."""
+    form = ChatFormat.of(config)
+    if config.target_adapter or config.target.endswith(".gguf"):
+        now = {"target_identity": None, "template": None, "quantization": config.quantization}
+    else:
+        now = cache_settings(target, target.path, [], config.quantization, form)
+    check_origin(manifest, now, answers_of(config), form)
+    check_ids(rows, target, answers_of(config))
 
 
 def _parameters(drafter: DFlashDraftModel, target: Target) -> dict[str, str]:
