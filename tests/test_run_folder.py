@@ -35,10 +35,10 @@ def test_prompts_of_other_options_are_not_replaced_by_another_stage(tmp_path, co
     with pytest.raises(ValueError) as error:
         prepared(config(prompts=[other], num_prompts=6, prompt_column="p"), replaces=False)
     assert str(error.value) == (
-        f"{tmp_path}/run/prompts was prepared with prompts ['{mine}'] (this run has ['{other}']), max_prompt_"
-        "characters 500 (this run has 0), prompt_column '' (this run has 'p'), num_prompts 0 (this run has 6): give the same "
-        "here too or write it into CONFIG, or replace these prompts by: bash launch.sh prepare CONFIG with the options of "
-        "this run"
+        f"{tmp_path}/run/prompts was prepared with prompts ['{mine}'] (this run has ['{other}']), "
+        "max_prompt_characters 500 (this run has 0), prompt_column '' (this run has 'p'), "
+        "num_prompts 0 (this run has 6): give the same here too or write it into CONFIG, "
+        "or replace these prompts by: bash launch.sh prepare CONFIG with the options of this run"
     )
     with pytest.raises(ValueError, match=r"with num_prompts 0 \(this run has 6\): give"):
         prepared(config(prompts=[mine], max_prompt_characters=500, num_prompts=6), replaces=False)
