@@ -246,6 +246,8 @@ class Endpoint:
         except openai.OpenAIError as error:
             raise Trouble("a reply that the client cannot read", self._clean(str(error))) from None
         except Exception as error:  # what no client should raise: a redirect to a port that there is not, say
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
             detail = self._clean(f"{type(error).__name__}: {error}")
             raise Trouble("a request that could not be made", detail) from None
 

@@ -77,14 +77,10 @@ def _is_address(text: str) -> bool:
     """Whether it is http or https, with a host and a port that can be."""
     try:
         parts = urlsplit(text)
-        return (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and parts.port != 0
-            and not re.search(r"\s", text)
-        )
+        place = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port that is no number or too large, half of a bracket
         return False
+    return bool(place) and text.isprintable() and " " not in text and not re.search(r"\][^:]", parts.netloc)
 
 
 def _check_loss(options: RunConfig) -> None:
