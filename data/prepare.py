@@ -66,7 +66,7 @@ def prepared(config: RunConfig, replaces: bool = True) -> Prepared:
     folder = config.path("prompts")
     make_folder(folder, "run_dir")
     with _alone(folder):
-        old = read_manifest(folder, *NEEDED)
+        old = read_manifest(folder, *NEEDED, "num_prompts", "settings", "sources")
         settings = _settings(config, old)
         whole = Path(folder, PROMPTS).is_file()
         if old.get("settings") != settings or not whole or not _suffices(old, config.num_prompts):

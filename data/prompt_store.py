@@ -23,7 +23,7 @@ from data.prompt import Prompt
 from data.prompts import Kept
 
 PROMPTS, SKIPPED = "prompts.arrow", "skipped.jsonl"
-NEEDED = ("num_prompts", "settings", "fingerprint", "sources", "counts", "turns")  # of a manifest
+NEEDED = ("turns", "counts", "fingerprint")  # of a manifest, to read the prompts
 SCHEMA = pyarrow.schema(
     {
         "id": pyarrow.string(),

@@ -77,7 +77,9 @@ def test_a_store_without_its_prompts_is_written_again(tmp_path, config):
     with pytest.raises(ValueError, match="prompts.arrow is damaged .*: delete it and run: bash launch.sh prepare"):
         Prepared(str(tmp_path / "run/prompts"))
     (tmp_path / "run/prompts/manifest.json").write_text('{"finished": true}')
-    with pytest.raises(ValueError, match="manifest.json is no manifest .no 'num_prompts', .*: delete it and run"):
+    with pytest.raises(
+        ValueError, match="manifest.json is no manifest .no 'turns', .*no 'sources'.*: delete it and run"
+    ):
         prepared(config(prompts=[source]))
 
 
