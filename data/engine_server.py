@@ -198,7 +198,7 @@ class _Run:
         while True:
             await asyncio.sleep(pause)
             self.work.flush()
-            while self.work.out_of_time and not self.jobs.empty():  # no endpoint may be there to take them
+            while self.work.spent() and not self.jobs.empty():  # no endpoint may be there to take them
                 self.jobs.get_nowait()
                 self._release()
             silent = time.monotonic() - max(endpoint.last_answer for endpoint in self.endpoints)
