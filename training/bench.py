@@ -27,7 +27,7 @@ from data.settings import RunConfig, run_stage
 from eval.bench import chosen_parts
 from eval.bench_tree import DEMO, QWEN3_4B, Sizes, random_drafter
 from eval.measure import interleave, print_result, print_table, spread, timed
-from eval.memory import PeakMemory
+from eval.memory import PeakMemory, give_back
 from models.configuration import DrafterSpec, build_drafter_config
 from models.drafter import DFlashDraftModel
 from models.target import Target, choose_dtype
@@ -68,25 +68,49 @@ def bench(config: RunConfig) -> None:
     print_result("training", dtype, "none", results, repeats=config.bench_repeats)
 
 
-def memory_and_time(work: Callable[[], object], device: torch.device) -> Callable[[], dict]:
-    """The work as an arm that returns its seconds and the peak memory above what was taken before it, in GiB."""
-    clock, peak = timed(work, device), PeakMemory(device)
+@dataclass(frozen=True)
+class Work:
+    """What is measured, and what frees the gradients that it leaves."""
+
+    run: Callable[[], None]
+    clear: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.clear()
+        self.run()
+
+
+def memory_and_time(work: Work, device: torch.device) -> Callable[[], dict]:
+    """The work as an arm that returns its seconds and its peak memory above what was in use before, in GiB.
+
+    Memory is measured once, in a run of its own after the first timed one: it depends on sizes only.
+    """
+    clock, measured = timed(work, device), []
 
     def arm() -> dict:
-        peak.reset()
-        before = peak.read()
         seconds = clock()
-        after = peak.read()
-        gib = None if before is None or after is None else (after - before) * 1e9 / 2**30
-        return {"seconds": seconds, "gib": gib}
+        if not measured:
+            work.clear()
+            measured.append(memory_above(work.run, device))
+        return {"seconds": seconds, "gib": measured[0]}
 
     return arm
 
 
+def memory_above(work: Callable[[], object], device: torch.device) -> float | None:
+    """Peak of the work above what is in use before it, in GiB; None where the system does not tell."""
+    peak = PeakMemory(device)
+    give_back()
+    peak.reset()
+    before = peak.read()
+    work()
+    after = peak.read()
+    return None if before is None or after is None else (after - before) * 1e9 / 2**30
+
+
 def row_of(sizes: dict, turns: list[dict]) -> dict:
-    """A table's row: the sizes, seconds, and the largest memory of all turns (a later one may reuse what is free)."""
-    known = [turn["gib"] for turn in turns if turn["gib"] is not None]
-    return {**sizes, "s": spread([turn["seconds"] for turn in turns]), "GiB above": max(known) if known else None}
+    """A table's row: the sizes, seconds and memory."""
+    return {**sizes, "s": spread([turn["seconds"] for turn in turns]), "GiB above": turns[0]["gib"]}
 
 
 def loss_part(
@@ -111,13 +135,17 @@ def loss_part(
         add_final_states(batch, objective)
         hidden_RQD = torch.randn(1, anchors * slots, sizes.hidden, dtype=dtype, device=device, requires_grad=True)
 
-        def work(model=model, objective=objective, batch=batch, hidden_RQD=hidden_RQD):
-            model.zero_grad()
-            hidden_RQD.grad = None
+        def run(model=model, objective=objective, batch=batch, hidden_RQD=hidden_RQD):
             objective(model, batch, 0.5, hidden_RQD).numerator.backward()
 
+        def clear(model=model, hidden_RQD=hidden_RQD):
+            model.zero_grad()
+            hidden_RQD.grad = None
+
         # A turn takes seconds, and no other arm runs between turns: a few are enough.
-        turns = interleave({"loss": memory_and_time(work, device)}, min(3, config.bench_repeats), warm_up=0)["loss"]
+        turns = interleave(
+            {"loss": memory_and_time(Work(run, clear), device)}, min(3, config.bench_repeats), warm_up=0
+        )["loss"]
         supervised = int((batch.weights_RNT > 0).sum())
         shape = {"sizes": sizes.name, "V": sizes.vocabulary, "D": sizes.hidden, "anchors": anchors, "slots": slots}
         rows.append(row_of({**shape, "labels": supervised, "chunk": objective.chunk}, turns))
@@ -146,7 +174,7 @@ def step_part(config: RunConfig, dtype: torch.dtype, device: torch.device, base:
     return rows
 
 
-def step(config: RunConfig, sizes: StepSizes, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+def step(config: RunConfig, sizes: StepSizes, dtype: torch.dtype, device: torch.device) -> Work:
     """A drafter with its optimizer and one batch of stored features: each call is a step."""
     taps = config.num_taps or config.num_draft_layers
     target = random_target(sizes.vocabulary, sizes.hidden, taps + 1, dtype, device, sizes)
@@ -171,12 +199,11 @@ def step(config: RunConfig, sizes: StepSizes, dtype: torch.dtype, device: torch.
     batch = random_batch(spec, *shape, dtype, device, batch_gamma(config))
     add_final_states(batch, objective)
 
-    def work() -> None:
-        optimizer.zero_grad()
+    def run() -> None:
         block_loss(model, model, objective, batch, 0.5).numerator.backward()
         optimizer.step()
 
-    return work
+    return Work(run, optimizer.zero_grad)
 
 
 def random_target(
