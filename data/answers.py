@@ -45,12 +45,18 @@ class AnswerRow:
 
 
 def read_answers(folder: str) -> tuple[list[AnswerRow], dict]:
-    """Rows and manifest of a finished regeneration. Raises ValueError, naming the command to run, without one."""
+    """Rows and manifest of a finished regeneration, all in memory. Raises ValueError as `finished_manifest` does."""
+    manifest = finished_manifest(folder)
+    return list(read_rows(folder).values()), manifest
+
+
+def finished_manifest(folder: str) -> dict:
+    """The manifest of a finished regeneration. Raises ValueError, naming the command to run, without one."""
     manifest = read_manifest(folder)
     if not manifest.get("finished"):
         state = "not finished" if manifest else "missing"
         raise ValueError(f"the answers in {folder} are {state}; run: bash launch.sh regenerate CONFIG")
-    return list(read_rows(folder).values()), manifest
+    return manifest
 
 
 def read_manifest(folder: str, *needed: str) -> dict:

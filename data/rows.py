@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pyarrow import parquet
 
-from data.answers import MANIFEST, AnswerRow, answer_files, parse_row, read_manifest
+from data.answers import MANIFEST, AnswerRow, answer_files, finished_manifest, parse_row, read_manifest
 from data.row_cache import RowSource, cached_rows, passing_rows
 from data.row_table import FEATURES, TOKENS, Rows, as_rows
 from data.settings import RunConfig
@@ -42,10 +42,7 @@ def open_answers(config: RunConfig, keep: bool = True) -> tuple[Rows, dict]:
         keep: of `open_rows`.
     """
     source = local_source(answers_of(config))
-    manifest = read_manifest(source)
-    if not config.answers and not manifest.get("finished"):
-        state = "not finished" if manifest else "missing"
-        raise ValueError(f"the answers in {source} are {state}; run: bash launch.sh regenerate CONFIG")
+    manifest = read_manifest(source) if config.answers else finished_manifest(source)
     if manifest.get("finished") is False:
         raise ValueError(f"answers: those in {source} are not finished; run: bash launch.sh regenerate CONFIG")
     if not manifest:
